@@ -1,0 +1,71 @@
+"""Where a capture is broken: ``eager_on_graph``, ``break_graph``, and the capture active now."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Function = TypeVar("Function", bound="Callable[..., Any]")
+
+
+class ActiveCapture(Protocol):
+    """What a break needs of the capture that it interrupts."""
+
+    def run_break(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """End the segment, run ``function`` eagerly, record it, begin the next segment."""
+
+
+# Thread-local, not a context variable: a thread started with a copied context must not believe
+# that its own operations are being recorded.
+_thread = threading.local()
+
+
+def active_capture() -> ActiveCapture | None:
+    """The capture that records this thread's operations now; ``None`` outside and in a break."""
+    return getattr(_thread, "capture", None)
+
+
+@contextmanager
+def capturing(capture: ActiveCapture | None) -> Iterator[None]:
+    """Make ``capture`` the active one of this thread; ``None`` hides it, as inside a break."""
+    before = active_capture()
+    _thread.capture = capture
+    try:
+        yield
+    finally:
+        _thread.capture = before
+
+
+def eager_on_graph(enable: bool = True) -> Callable[[Function], Function]:
+    """Mark a function as a break: while a graph is captured it runs eagerly, between segments.
+
+    Outside a capture, and inside another break, the decorated function is a plain call. With
+    ``enable=False`` the decorator returns the function itself.
+    """
+
+    def decorate(function: Function) -> Function:
+        if not enable:
+            return function
+
+        @functools.wraps(function)
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            capture = active_capture()
+            if capture is None:
+                return function(*args, **kwargs)
+            return capture.run_break(function, args, kwargs)
+
+        return broken  # type: ignore[return-value]
+
+    return decorate
+
+
+@eager_on_graph()
+def break_graph() -> None:
+    """End the current segment and begin another: an empty break. Nothing outside a capture."""
