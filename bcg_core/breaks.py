@@ -43,6 +43,21 @@ def capturing(capture: ActiveCapture | None) -> Iterator[None]:
         _thread.capture = before
 
 
+def capture_in_progress() -> bool:
+    """Whether this thread is between the beginning and the end of a capture, breaks included."""
+    return getattr(_thread, "in_progress", False)
+
+
+@contextmanager
+def in_progress() -> Iterator[None]:
+    """The length of one capture of this thread."""
+    _thread.in_progress = True
+    try:
+        yield
+    finally:
+        _thread.in_progress = False
+
+
 def eager_on_graph(enable: bool = True) -> Callable[[Function], Function]:
     """Mark a function as a break: while a graph is captured it runs eagerly, between segments.
 

@@ -1,0 +1,1 @@
+"""A faithful test double of CUDA-graph semantics on the CPU."""

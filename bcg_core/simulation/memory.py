@@ -1,0 +1,159 @@
+"""Arenas: blocks at fixed addresses that live exactly as long as their tensors, then are poisoned.
+
+A block is owned by the storage of the tensor that was allocated on it: views, tensors that
+autograd holds and swapped ``.data`` are all followed, because the storage keeps the buffer object
+alive and a weak reference to that object tells when the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+POISON = 0xFF  # NaN in every floating-point type, -1 in signed integers
+BOOL_POISON = 0x01  # 0xFF is no valid bool
+_ALIGNMENT = 64  # the CPU allocator's own
+_CHUNK = 4 << 20
+
+
+def poison(address: int, byte: int, size: int) -> None:
+    """Overwrite ``size`` bytes of memory."""
+    ctypes.memset(address, byte, size)
+
+
+class Block:
+    """A stretch of an arena. ``generation`` grows each time that its last tensor dies."""
+
+    __slots__ = ("address", "birth", "chunk", "generation", "is_bool", "live", "offset", "ref", "size")
+
+    def __init__(self, chunk: _Chunk, offset: int, size: int) -> None:
+        self.chunk = chunk
+        self.offset = offset
+        self.address = chunk.address + offset
+        self.size = size
+        self.generation = 0
+        self.live = False
+        self.is_bool = False
+        self.birth: object = None
+        self.ref: weakref.ref[memoryview] | None = None
+
+    @property
+    def poison_byte(self) -> int:
+        return BOOL_POISON if self.is_bool else POISON
+
+    def poison(self) -> None:
+        poison(self.address, self.poison_byte, self.size)
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor with the layout of ``tensor`` over this block that does not keep it alive."""
+        offset = self.offset // tensor.element_size() + tensor.storage_offset()
+        return _typed_view(self.chunk.views, tensor, offset)
+
+
+def _typed_view(
+    views: dict[torch.dtype, torch.Tensor], tensor: torch.Tensor, offset: int
+) -> torch.Tensor:
+    """``tensor``'s layout over raw memory, ``offset`` elements in; ``views`` has a base a dtype."""
+    base = views.get(tensor.dtype)
+    if base is None:
+        raw = views[torch.uint8]
+        base = torch.empty(0, dtype=tensor.dtype)
+        count = raw.numel() // base.element_size()
+        base.set_(raw.untyped_storage(), 0, (count,), (1,))  # type: ignore[call-overload]
+        views[tensor.dtype] = base
+    view = base.as_strided(tensor.size(), tensor.stride(), offset)
+    if tensor.is_conj():
+        view = torch.conj(view)
+    if tensor.is_neg():
+        view = torch._neg_view(view)  # type: ignore[attr-defined]
+    return view
+
+
+class _Chunk:
+    """Memory from the system, handed out from the bottom up."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = torch.full((size,), POISON, dtype=torch.uint8)
+        self.address = self.memory.data_ptr()
+        self.size = size
+        self.used = 0
+        self.views = {torch.uint8: self.memory}
+        buffer_type = type("ChunkBuffer", (ctypes.c_char * size,), {})
+        buffer = buffer_type.from_address(self.address)
+        buffer.owner = self.memory  # whoever holds a slice holds the memory
+        self.buffer = memoryview(buffer).cast("B")
+
+
+class Arena:
+    """Blocks by size, reused last in, first out, as a caching allocator does.
+
+    ``on_free`` decides what happens to the bytes of a block whose last tensor died: by default
+    they are poisoned at once, which is right for memory that eager code uses.
+    """
+
+    def __init__(self) -> None:
+        self.on_free: Callable[[Block], None] = Block.poison
+        self._free: dict[int, list[Block]] = {}
+        self._blocks: dict[int, Block] = {}
+        self._chunks: list[_Chunk] = []
+
+    def bytes(self) -> int:
+        """Bytes taken from the system."""
+        return sum(chunk.size for chunk in self._chunks)
+
+    def allocate(
+        self, size: torch.Size | tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor of this layout on a block of its own, holding whatever was there before."""
+        reach = 1 + sum((n - 1) * s for n, s in zip(size, stride))
+        if 0 in size or reach <= 0:
+            return torch.empty_strided(size, stride, dtype=dtype)
+        return self.allocate_bytes(reach * dtype.itemsize, dtype).as_strided(size, stride)
+
+    def allocate_bytes(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A one-dimensional tensor of ``dtype`` over ``count`` bytes of one block."""
+        size = -(-count // _ALIGNMENT) * _ALIGNMENT
+        free = self._free.get(size)
+        block = free.pop() if free else self._carve(size)
+        block.live = True
+        block.is_bool = dtype is torch.bool
+        view = block.chunk.buffer[block.offset : block.offset + count]
+        block.ref = weakref.ref(view, partial(self._died, block))
+        return torch.frombuffer(view, dtype=dtype)
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """The block on which the storage of ``tensor`` lies, ``None`` if it is not of here."""
+        return self._blocks.get(tensor.untyped_storage().data_ptr())
+
+    def block_at(self, address: int) -> Block | None:
+        """The block that holds ``address``, live or not."""
+        for chunk in self._chunks:
+            if chunk.address <= address < chunk.address + chunk.used:
+                starts = sorted(b.address for b in self._blocks.values() if b.chunk is chunk)
+                return self._blocks[starts[bisect.bisect_right(starts, address) - 1]]
+        return None
+
+    def _carve(self, size: int) -> Block:
+        chunk = self._chunks[-1] if self._chunks else None
+        if chunk is None or chunk.used + size > chunk.size:
+            chunk = _Chunk(max(_CHUNK, size))
+            self._chunks.append(chunk)
+        block = Block(chunk, chunk.used, size)
+        chunk.used += size
+        self._blocks[block.address] = block
+        return block
+
+    def _died(self, block: Block, _: object) -> None:
+        block.live = False
+        block.generation += 1
+        block.ref = None
+        self.on_free(block)
+        self._free.setdefault(block.size, []).append(block)

@@ -1,0 +1,320 @@
+"""Recording: operations of a capture are written down instead of being executed."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bcg_core.errors import CaptureError, CaptureRefusedError, UseAfterFreeError
+from bcg_core.layout import require_plain
+from bcg_core.location import user_location
+from bcg_core.rng import preserved
+from bcg_core.simulation.host import HostAccess
+from bcg_core.simulation.memory import Block, _typed_view, poison
+from bcg_core.simulation.outcomes import Fresh, Index, Same, fill, outcome_of
+from bcg_core.simulation.replay import SimulatedSegment, Step, copy_all
+from bcg_core.simulation.traits import Traits, refused_call, traits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bcg_core.simulation.memory import Arena
+
+
+class DeviceMode(TorchDispatchMode):
+    """Sends each operation to ``recorder`` while it records, and to the tracked heap otherwise."""
+
+    def __init__(self, heap: Arena, recorder: SimulatedRecorder | None = None) -> None:
+        super().__init__()
+        self._heap = heap
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._recorder is not None and self._recorder.recording:
+            return self._recorder.record(operation, args, kwargs)
+        return run_on_heap(self._heap, operation, args, kwargs)
+
+
+def run_on_heap(heap: Arena, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an eager operation and move what it allocated onto ``heap``.
+
+    There the memory is poisoned as soon as its last tensor dies: on the system's own heap a
+    dangling reference often reads the right value by luck.
+    """
+    result = operation(*args, **kwargs)
+    if not isinstance(operation, torch._ops.OpOverload):
+        return result
+    traits = traits_of(operation)
+    if traits.immediate:
+        return result
+    given = {t.untyped_storage()._cdata for t in _tensors(args) + _tensors(kwargs.values())}
+    moved: dict[int, torch.Tensor] = {}
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return value
+        storage = value.untyped_storage()
+        if storage._cdata in given or not storage.nbytes() or value.device.type != "cpu":
+            return value
+        memory = moved.get(storage._cdata)
+        if memory is None:
+            memory = heap.allocate_bytes(storage.nbytes(), torch.uint8)
+            memory.untyped_storage().copy_(storage, False)
+            moved[storage._cdata] = memory
+        place = torch.empty(0, dtype=value.dtype)
+        return place.set_(  # type: ignore[call-overload]
+            memory.untyped_storage(), value.storage_offset(), value.size(), value.stride()
+        )
+
+    if isinstance(result, (list, tuple)):
+        return type(result)([move(value) for value in result])
+    return move(result)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(_tensors(value))
+    return found
+
+
+class SimulatedRecorder:
+    """One capture on the CPU."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        heap: Arena,
+        hold: Callable[[torch.Tensor], None],
+        generators: tuple[torch.Generator, ...],
+    ) -> None:
+        self.recording = False
+        self._arena = arena
+        self._heap = heap
+        self._hold = hold
+        self._generators = generators
+        self._steps: list[Step] = []
+        self._failure: CaptureError | None = None
+        self._foreign: dict[int, dict[torch.dtype, torch.Tensor]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> SimulatedRecorder:
+        with ExitStack() as stack:
+            stack.enter_context(preserved(self._generators))
+            stack.callback(setattr, self._arena, "on_free", self._arena.on_free)
+            self._arena.on_free = self._on_free
+            depth = _mode_depth()
+            stack.callback(_check_modes, depth)
+            stack.enter_context(HostAccess(lambda: self.recording, self._refuse))
+            stack.enter_context(DeviceMode(self._heap, self))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.recording = False
+        self._stack.close()
+        self._foreign.clear()
+
+    def begin_segment(self) -> None:
+        self.recording = True
+
+    def end_segment(self) -> SimulatedSegment | None:
+        self.recording = False
+        if self._failure is not None:
+            # CUDA, too, refuses to end a capture in which anything was refused, whether or not
+            # the program caught the error.
+            raise self._failure
+        steps, self._steps = self._steps, []
+        if all(step.run is poison for step in steps):
+            for step in steps:
+                step.run(*step.args)
+            return None
+        return SimulatedSegment(steps)
+
+    def abandon_segment(self) -> None:
+        self.recording = False
+        self._steps = []
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+            return False
+        block = self._arena.block_of(tensor)
+        return block is not None and block.birth is self
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        block = self._arena.block_of(tensor) or self._heap.block_of(tensor)
+        if block is None:
+            return self._foreign_alias(tensor)
+        alias = block.alias(tensor)
+        alias._bcg_generation = block.generation  # type: ignore[attr-defined]
+        return alias
+
+    def _on_free(self, block: Block) -> None:
+        # A free is an event in the order of the recording: poisoned at once, the block would be
+        # wiped before an operation that was recorded to read it has run.
+        step = Step(
+            poison, (block.address, block.poison_byte, block.size), {}, None, "free", None
+        )
+        self._steps.append(step)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        location = user_location()
+        self._failure = CaptureRefusedError(
+            f"{name} at {location} cannot be captured: {reason}. Move it out of the forward "
+            "pass, or put it into a function marked with eager_on_graph()"
+        )
+        raise self._failure
+
+    def record(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Write one operation down; returns tensors at the addresses it will write to."""
+        if not isinstance(operation, torch._ops.OpOverload):
+            self._refuse(str(operation), "the simulation cannot record higher-order operations")
+        traits = traits_of(operation)
+        reason = refused_call(traits, args, kwargs)
+        if reason is not None:
+            self._refuse(traits.name, reason)
+        if traits.immediate:
+            return operation(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        key: list[Any] = [operation, torch.get_default_dtype()]
+        template = (
+            self._scan(args, tensors, key),
+            {name: self._scan(value, tensors, key, name) for name, value in kwargs.items()},
+        )
+        hashable: Any = tuple(key)
+        try:
+            hash(hashable)
+        except TypeError:
+            hashable = None
+        outcome = outcome_of(operation, hashable, tensors, template, traits.random)
+        if outcome.is_view:
+            return operation(*args, **kwargs)
+        for index, fresh in outcome.resized.items():
+            memory = self._allocate(fresh)
+            tensors[index].set_(memory)  # type: ignore[call-overload]
+        results: list[Any] = []
+        outs: list[torch.Tensor | None] = []
+        for output in outcome.outputs:
+            if type(output) is Fresh:
+                result = self._allocate(output)
+                results.append(result)
+                outs.append(self._address(result, traits) if result.numel() else None)
+            else:
+                results.append(tensors[output.argument] if type(output) is Same else output)
+                outs.append(None)
+        if not traits.empty:
+            self._append(operation, traits, template, tensors, outs)
+        if outcome.sequence is None:
+            return results[0] if results else None
+        return outcome.sequence(results)
+
+    def _append(
+        self,
+        operation: Any,
+        traits: Traits,
+        template: tuple[Any, Any],
+        tensors: list[torch.Tensor],
+        outs: list[torch.Tensor | None],
+    ) -> None:
+        if not traits.writes and all(out is None for out in outs):
+            return
+        args, kwargs = fill(template, [self._address(t, traits) for t in tensors])
+        run: Callable[..., Any] = operation._op
+        out = outs[0] if len(outs) == 1 else None
+        if len(outs) > 1 and any(o is not None for o in outs):
+            run = partial(_run_many, run, tuple(outs))
+        self._steps.append(Step(run, args, kwargs, out, traits.name, user_location()))
+
+    def _scan(
+        self, value: Any, tensors: list[torch.Tensor], key: list[Any], name: str | None = None
+    ) -> Any:
+        """``value`` with an :class:`Index` for each tensor; what decides the outcome into ``key``."""
+        if isinstance(value, torch.Tensor):
+            key.append((name, value.shape, value.stride(), value.dtype))
+            tensors.append(value)
+            return Index(len(tensors) - 1)
+        if isinstance(value, (list, tuple)):
+            key.append((name, type(value), len(value)))
+            return type(value)([self._scan(part, tensors, key) for part in value])
+        if isinstance(value, torch.Generator):
+            key.append((name, torch.Generator))
+        else:
+            key.append((name, type(value), value))
+        return value
+
+    def _allocate(self, fresh: Fresh) -> torch.Tensor:
+        tensor = self._arena.allocate(fresh.size, fresh.stride, fresh.dtype)
+        block = self._arena.block_of(tensor)
+        if block is not None:
+            block.birth = self
+        return tensor
+
+    def _address(self, tensor: torch.Tensor, traits: Traits) -> torch.Tensor:
+        """``tensor`` as a recorded operation knows it: an address and a layout, nothing held."""
+        block = self._arena.block_of(tensor)
+        if block is not None:
+            if block.birth is not self:
+                self._hold(tensor)
+            return block.alias(tensor)
+        require_plain(tensor, f"an argument of {traits.name} at {user_location()}")
+        self._check_alias(tensor, traits)
+        if not tensor.numel():
+            return tensor
+        self._hold(tensor)
+        block = self._heap.block_of(tensor)
+        return self._foreign_alias(tensor) if block is None else block.alias(tensor)
+
+    def _foreign_alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over memory that is neither the pool's nor the heap's, holding nothing."""
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        views = self._foreign.get(address)
+        if views is None or views[torch.uint8].numel() != size:
+            buffer = (ctypes.c_char * size).from_address(address)
+            views = {torch.uint8: torch.frombuffer(buffer, dtype=torch.uint8)}
+            self._foreign[address] = views
+        return _typed_view(views, tensor, tensor.storage_offset())
+
+    def _check_alias(self, tensor: torch.Tensor, traits: Traits) -> None:
+        """An alias may be read only while the block that it was made for is still alive."""
+        for arena in (self._arena, self._heap):
+            block = arena.block_at(tensor.data_ptr())
+            if block is None:
+                continue
+            made = getattr(tensor, "_bcg_generation", block.generation)
+            if not block.live or made != block.generation:
+                location = user_location()
+                self._failure = UseAfterFreeError(
+                    f"{traits.name} at {location} reads memory of the pool that was freed"
+                    f"{' and given to another tensor' if block.live else ''} since; keep the "
+                    "tensor that owns it alive until here"
+                )
+                raise self._failure
+
+
+def _run_many(run: Callable[..., Any], outs: tuple[torch.Tensor | None, ...], *args: Any, **kwargs: Any) -> None:
+    copy_all(run(*args, **kwargs), outs)
+
+
+def _mode_depth() -> int:
+    return torch._C._len_torch_dispatch_stack()
+
+
+def _check_modes(depth: int) -> None:
+    now = _mode_depth()
+    if now != depth:
+        raise CaptureError(
+            f"the code inside the capture left {now - depth:+d} dispatch modes behind; leave each "
+            "mode in the block that entered it"
+        )
