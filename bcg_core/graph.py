@@ -285,6 +285,11 @@ class BreakableCUDAGraphCapture:
         recorder = self._recorder
         return map_tensors(lambda t: recorder.alias(t) if recorder.owns(t) else t, value)
 
+    def rewritten(self, tensor: torch.Tensor) -> bool:
+        """Whether each replay writes to the memory of ``tensor``: the pool's, or a bridge."""
+        address = tensor.untyped_storage().data_ptr()
+        return self._recorder.owns(tensor) or (address != 0 and address in self._bridged)
+
     def _hold(self, tensor: torch.Tensor) -> None:
         """Keep alive what a recorded operation reads and the pool does not own."""
         address = tensor.untyped_storage().data_ptr()

@@ -91,6 +91,9 @@ class Backend(Protocol):
     def eager(self, pool: Pool) -> AbstractContextManager[None]:
         """The context in which the break of a replay runs."""
 
+    def warm_up(self) -> AbstractContextManager[Any]:
+        """The context of a warm-up: where a later capture runs, but with nothing recorded."""
+
     def is_capturing(self) -> bool:
         """Whether this thread's current stream is in a capture, ours or another's."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from bcg_core.backends.pool_lock import PoolLock
@@ -11,6 +12,7 @@ from bcg_core.simulation.recorder import DeviceMode, SimulatedRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -61,6 +63,9 @@ class SimulatedBackend:
     def eager(self, pool: Pool) -> DeviceMode:
         assert isinstance(pool, SimulatedPool)
         return DeviceMode(pool.heap)
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def is_capturing(self) -> bool:
         return False

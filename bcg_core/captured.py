@@ -1,0 +1,210 @@
+"""One captured call: static inputs, the graph, and how its outputs reach the caller."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from bcg_core.graph import BreakableCUDAGraph, BreakableCUDAGraphCapture
+from bcg_core.layout import Span, byte_range, overlapping, view_at
+from bcg_core.rng import preserved
+from bcg_core.state import ModuleState, attributes_kept, buffers_preserved
+from bcg_core.tree import flatten, unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bcg_core.backends import Backend, Pool
+    from bcg_core.plan import Plan
+    from bcg_core.signature import Call
+
+
+class FromInput(NamedTuple):
+    """An output in the memory of an input: the caller's own tensor, or a view of it."""
+
+    leaf: int
+    offset: int
+    like: torch.Tensor
+    is_same: bool
+
+
+class StaticInputs:
+    """Copies of a call's tensors at addresses that never change, outside the graph's pool."""
+
+    def __init__(self, call: Call) -> None:
+        self.groups = call.groups
+        self.spans = [Span.copy_of([call.leaves[i] for i in group]) for group in call.groups]
+        self.leaves = list(call.leaves)
+        for group, span in zip(self.groups, self.spans):
+            for index, view in zip(group, span.views):
+                self.leaves[index] = view
+        # One tensor object given twice is one object to the model, too.
+        first: dict[int, int] = {}
+        for index in call.device_leaves:
+            same = first.setdefault(id(call.leaves[index]), index)
+            self.leaves[index] = self.leaves[same]
+        self._call = call
+        self.mutated: list[int] = []
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments over the static memory, in containers of their own."""
+        call = self._call
+        args, kwargs = unflatten(call.structure, iter(self.leaves), call.arguments)
+        return args, kwargs
+
+    def forget_call(self) -> None:
+        """Let go of the caller's tensors; those that are burnt in stay with the graph."""
+        del self._call
+
+    def refill(self, leaves: list[Any]) -> None:
+        """Copy a call's tensors in."""
+        with torch.no_grad():
+            for group, span in zip(self.groups, self.spans):
+                span.refill([leaves[i] for i in group])
+
+    def note_mutations(self, run: Callable[[], None]) -> None:
+        """Find out which spans ``run`` writes to, then put their values back."""
+        versions = [[view._version for view in span.views] for span in self.spans]
+        before = [span.memory.clone() for span in self.spans]
+        run()
+        for number, (span, seen, copy) in enumerate(zip(self.spans, versions, before)):
+            written = [view._version for view in span.views] != seen
+            if written or not torch.equal(span.memory, copy):
+                self.mutated.append(number)
+                span.memory.copy_(copy)
+
+    def write_back(self, leaves: list[Any]) -> None:
+        """Give the caller what the model wrote to its arguments."""
+        with torch.no_grad():
+            for number in self.mutated:
+                group = self.groups[number]
+                self.spans[number].write_back([leaves[i] for i in group])
+
+
+class Outputs:
+    """The graph's outputs, and how to make the caller's own from them after a replay."""
+
+    def __init__(
+        self, output: Any, static: StaticInputs, capture: BreakableCUDAGraphCapture
+    ) -> None:
+        self._leaves: list[Any] = []
+        self._original = capture.weak_where_owned(output)
+        leaves: list[Any] = []
+        self._node = flatten(output, leaves)
+        flatten(self._original, self._leaves)
+        self._from_input: dict[int, FromInput] = {}
+        cloned: list[int] = []
+        addresses = {
+            span.memory.untyped_storage().data_ptr(): number
+            for number, span in enumerate(static.spans)
+        }
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            number = addresses.get(leaf.untyped_storage().data_ptr()) if leaf.numel() else None
+            if number is not None:
+                self._from_input[index] = _from_input(leaf, static, number)
+            elif capture.rewritten(leaf):
+                cloned.append(index)
+        tensors = [leaves[i] for i in cloned]
+        self._groups = [[cloned[i] for i in group] for group in overlapping(tensors)]
+
+    def take(self, leaves: list[Any]) -> Any:
+        """The output of the replay that has just run, in memory of its own.
+
+        ``leaves`` are those of the call: what the model returned of its inputs is returned of
+        the caller's.
+        """
+        results = list(self._leaves)
+        for index, place in self._from_input.items():
+            given = leaves[place.leaf]
+            results[index] = given if place.is_same else view_at(given, place.offset, place.like)
+        for group in self._groups:
+            if len(group) == 1:
+                results[group[0]] = _clone(results[group[0]])
+            else:
+                span = Span.copy_of([results[i] for i in group])
+                same: dict[int, torch.Tensor] = {}
+                for index, view in zip(group, span.views):
+                    results[index] = same.setdefault(id(self._leaves[index]), view)
+        return unflatten(self._node, iter(results), self._original)
+
+    def poison(self) -> None:
+        """Overwrite the graph's outputs, so that a replay that writes nothing is found out."""
+        with torch.no_grad():
+            for group in self._groups:
+                for index in group:
+                    leaf = self._leaves[index]
+                    leaf.fill_(float("nan") if leaf.is_floating_point() else 1)
+
+
+def _from_input(leaf: torch.Tensor, static: StaticInputs, number: int) -> FromInput:
+    span = static.spans[number]
+    for index in static.groups[number]:
+        if static.leaves[index] is leaf:
+            return FromInput(index, 0, leaf, True)
+    index = static.groups[number][0]
+    offset = byte_range(leaf)[0] - byte_range(span.views[0])[0]
+    return FromInput(index, offset, leaf, False)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, made in the caller's own modes."""
+    copy = torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    copy.copy_(tensor)
+    return copy
+
+
+class CapturedCall:
+    """A graph with its inputs and outputs; valid while the module's state is as it was."""
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        module: torch.nn.Module | None,
+        call: Call,
+        backend: Backend,
+        pool: Pool,
+        plan: Plan,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.signature = call.signature
+        # What is compared by identity must not give its address to another object.
+        self._kept = [leaf for leaf in call.leaves if not isinstance(leaf, torch.Tensor)]
+        self.graph = BreakableCUDAGraph(pool.handle)
+        generators = tuple(g for g in call.leaves if isinstance(g, torch.Generator))
+        for generator in generators:
+            self.graph.register_generator_state(generator)
+        device = call.leaves[call.device_leaves[0]].device if call.device_leaves else None
+        self.static = StaticInputs(call)
+        with ExitStack() as stack:
+            stack.enter_context(preserved(generators, device))
+            stack.enter_context(buffers_preserved(module))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+
+            def warm_up() -> None:
+                args, kwargs = self.static.arguments()
+                with backend.warm_up():
+                    self.static.note_mutations(lambda: body(*args, **kwargs))
+
+            with plan(warm_up), attributes_kept(module, warn):
+                capture = BreakableCUDAGraphCapture(self.graph, backend=backend.name)
+                args, kwargs = self.static.arguments()
+                with capture:
+                    output = body(*args, **kwargs)
+                self.outputs = Outputs(output, self.static, capture)
+                del output
+        self.static.forget_call()
+        self.state = ModuleState(module)
+
+    def replay(self, call: Call) -> Any:
+        """Answer a call of this signature; the caller holds the pool."""
+        self.static.refill(call.leaves)
+        self.graph.replay_in_turn()
+        self.static.write_back(call.leaves)
+        return self.outputs.take(call.leaves)
