@@ -126,19 +126,22 @@ class BreakableCUDAGraph:
         """
         if not self._steps or self._pool is None:
             raise ReplayError("this graph holds nothing to replay: capture it first")
+        self._refuse_inside_capture()
         with self._pool.exclusive():
             self.replay_in_turn()
 
-    def replay_in_turn(self) -> None:
-        """:meth:`replay` for a caller that holds the pool already."""
-        backend, pool = self._backend, self._pool
-        assert backend is not None
-        assert pool is not None
-        if capture_in_progress() or backend.is_capturing():
+    def _refuse_inside_capture(self) -> None:
+        if capture_in_progress() or (self._backend and self._backend.is_capturing()):
             raise NestedCaptureError(
                 "nested capture: replay() was called while this thread is capturing; call the "
                 "function itself there, or replay after the capture has ended"
             )
+
+    def replay_in_turn(self) -> None:
+        """:meth:`replay` for a caller outside any capture that holds the pool already."""
+        backend, pool = self._backend, self._pool
+        assert backend is not None
+        assert pool is not None
         for step in self._steps:
             if isinstance(step, Break):
                 with backend.eager(pool):
@@ -225,6 +228,9 @@ class BreakableCUDAGraphCapture:
             except BaseException as failure:
                 self._failure = failure
                 raise
+            refusal = self._recorder.explain(error) if isinstance(error, Exception) else None
+            if refusal is not None:
+                raise refusal from error
             if error is None and self._failure is not None:
                 raise CaptureError(
                     f"the capture failed, and the code inside caught the error: {self._failure}"

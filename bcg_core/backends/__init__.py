@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from bcg_core.errors import CaptureError
+
 BackendName = Literal["auto", "cuda", "simulated"]
 
 
@@ -58,6 +60,9 @@ class Recorder(Protocol):
 
     def abandon_segment(self) -> None:
         """Stop recording after an error, whatever state it is in, and forget the segment."""
+
+    def explain(self, error: Exception) -> CaptureError | None:
+        """The refusal behind an error that the device raised in a segment, with its place."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the capture's own pool holds the memory of ``tensor``."""

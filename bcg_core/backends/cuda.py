@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bcg_core.backends.pool_lock import PoolLock
-from bcg_core.errors import CaptureRefusedError, UnsupportedError
+from bcg_core.errors import BCGError, CaptureRefusedError, UnsupportedError
 from bcg_core.layout import view_at
 from bcg_core.location import Location, user_location
 from bcg_core.rng import preserved
@@ -212,13 +212,17 @@ class CUDARecorder:
         self._kept.clear()
 
     def begin_segment(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        for generator in self._generators:
-            graph.register_generator_state(generator)
+        graph = self._new_graph()
         # Thread-local: another thread's CUDA calls (a data loader's) must not break the capture.
         graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
         self._graph = graph
         self._reads.active = True
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        return graph
 
     def end_segment(self) -> CUDASegment | None:
         self._reads.active = False
@@ -230,17 +234,24 @@ class CUDARecorder:
             try:
                 graph.capture_end()
             except RuntimeError as error:
-                self._repair(graph)
-                raise CaptureRefusedError(
-                    f"the CUDA capture was invalidated at or before {self._reads.last_name or '?'} "
-                    f"at {self._reads.last}: {_first_line(error)}. Move the work that CUDA refuses "
-                    "out of the forward pass, or put it into a function marked with "
-                    "eager_on_graph()"
-                ) from error
+                self._repair()
+                raise self._refusal("the capture was invalidated at or before", error) from error
         if any("graph is empty" in str(w.message).lower() for w in caught):
             self._kept.append(graph)
             return None
         return CUDASegment(graph)
+
+    def explain(self, error: Exception) -> CaptureRefusedError | None:
+        if isinstance(error, BCGError) or "captur" not in str(error).lower():
+            return None
+        return self._refusal("CUDA refused", error)
+
+    def _refusal(self, what: str, error: Exception) -> CaptureRefusedError:
+        return CaptureRefusedError(
+            f"{what} {self._reads.last_name or 'the first operation'} at {self._reads.last}: "
+            f"{_first_line(error)}. Move it out of the forward pass, or put it into a function "
+            "marked with eager_on_graph()"
+        )
 
     def abandon_segment(self) -> None:
         self._reads.active = False
@@ -253,23 +264,26 @@ class CUDARecorder:
                 graph.capture_end()
                 graph.reset()
             except RuntimeError:
-                self._repair(graph)
+                self._repair()
 
-    def _repair(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _repair(self) -> None:
         """Undo what torch leaves behind when a capture ends in an error.
 
-        The default generator stays in capture mode until its offset is set (its former state is
-        put back by the recorder's exit), and the allocator keeps routing to the pool.
+        The allocator keeps routing to the pool, and the generators stay in capture mode, so that
+        the next eager random number raises; of all that was tried (torch 2.11) only the end of a
+        capture that succeeds brings them out of it. Their former states are put back by the
+        recorder's exit.
         """
-        for generator in (torch.cuda.default_generators[self._device.index or 0], *self._generators):
-            with suppress(RuntimeError):
-                generator.set_offset(0)
         index = self._device.index or 0
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, self._pool.handle)  # type: ignore[attr-defined]
             torch._C._cuda_releasePool(index, self._pool.handle)  # type: ignore[attr-defined]
-        with suppress(RuntimeError):
-            torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._device)
+        graph = self._new_graph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.empty(1, device=self._device).zero_()
+        graph.capture_end()
+        graph.reset()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         if not tensor.is_cuda or tensor.layout is not torch.strided:

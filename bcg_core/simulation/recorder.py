@@ -146,6 +146,9 @@ class SimulatedRecorder:
         self.recording = False
         self._steps = []
 
+    def explain(self, error: Exception) -> CaptureError | None:
+        return None  # what is refused here says so itself
+
     def owns(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
             return False
