@@ -19,12 +19,12 @@ class NestedCaptureError(CaptureError):
     """A capture (or a bare replay) was started while this thread was already capturing."""
 
 
-class UseAfterFreeError(CaptureError):
-    """A recorded operation read a block of the pool that had been freed or recycled."""
-
-
 class ReplayError(BCGError):
     """A captured graph could not be replayed."""
+
+
+class UseAfterFreeError(CaptureError, ReplayError):
+    """Memory that a graph reads was freed or given to another tensor."""
 
 
 class BridgeError(ReplayError):

@@ -253,11 +253,12 @@ class BreakableCUDAGraphCapture:
         with capturing(None):
             try:
                 self._end_segment()
-                output = function(*args, **kwargs)
                 inputs = tree_tensors((args, kwargs))
+                # Before the call, which may change its containers in place.
+                arguments = self._hold_inputs((args, kwargs))
+                output = function(*args, **kwargs)
                 bridge = self._bridge(break_name(function), output, inputs)
                 self._bridged.update(t.untyped_storage().data_ptr() for t in bridge.tensors())
-                arguments = self._hold_inputs((args, kwargs))
                 step = Break(function, arguments, modes, called_from, bridge)
                 self.graph._steps.append(step)
                 return bridge.take()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _MAX_DEPTH = 2
 
 
@@ -40,14 +41,18 @@ class ModuleState:
         self._watched: list[Watched] = []
         self._sizes: list[tuple[Any, int, str]] = []
         self._training: list[tuple[torch.nn.Module, bool, str]] = []
+        self._forwards: list[tuple[dict[str, Any], Any, str]] = []
         if module is None:
             return
         for path, submodule in module.named_modules():
             self._training.append((submodule, submodule.training, path))
             attributes = submodule.__dict__
+            self._forwards.append((attributes, attributes.get("forward"), path))
+            for hooks in _HOOKS:
+                self._sizes.append((attributes[hooks], len(attributes[hooks]), _join(path, hooks)))
             for registry in _REGISTRIES:
                 entries = attributes[registry]
-                self._sizes.append((entries, len(entries), f"{path or 'the module'}.{registry}"))
+                self._sizes.append((entries, len(entries), _join(path, registry)))
                 for name, value in entries.items():
                     self._watch(entries, name, value, registry[1:-1], _join(path, name))
             for name, value in attributes.items():
@@ -90,6 +95,9 @@ class ModuleState:
         for entries, size, name in self._sizes:
             if len(entries) != size:
                 return f"{name} has {len(entries)} entries, captured were {size}"
+        for attributes, forward, path in self._forwards:
+            if attributes.get("forward") is not forward:
+                return f"forward of {path or 'the module'} was replaced"
         for submodule, training, path in self._training:
             if submodule.training is not training:
                 mode = "train" if submodule.training else "eval"

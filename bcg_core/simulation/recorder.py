@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from bcg_core.rng import preserved
 from bcg_core.simulation.host import HostAccess
 from bcg_core.simulation.memory import Block, _typed_view, poison
 from bcg_core.simulation.outcomes import Fresh, Index, Same, fill, outcome_of
-from bcg_core.simulation.replay import SimulatedSegment, Step, copy_all
+from bcg_core.simulation.replay import Read, SimulatedSegment, Step, copy_all
 from bcg_core.simulation.traits import Traits, refused_call, traits_of
 
 if TYPE_CHECKING:
@@ -49,13 +50,21 @@ def run_on_heap(heap: Arena, operation: Any, args: tuple[Any, ...], kwargs: dict
     There the memory is poisoned as soon as its last tensor dies: on the system's own heap a
     dangling reference often reads the right value by luck.
     """
+    tensors = _tensors(args) + _tensors(kwargs.values())
+    for tensor in tensors:
+        owner = getattr(tensor, "_bcg_owner", None)
+        if owner is not None and owner() is None:
+            raise UseAfterFreeError(
+                f"{operation} at {user_location()} reads an input of its break that has been "
+                "freed since the capture; hold what the pool does not own"
+            )
     result = operation(*args, **kwargs)
     if not isinstance(operation, torch._ops.OpOverload):
         return result
     traits = traits_of(operation)
     if traits.immediate:
         return result
-    given = {t.untyped_storage()._cdata for t in _tensors(args) + _tensors(kwargs.values())}
+    given = {t.untyped_storage()._cdata for t in tensors}
     moved: dict[int, torch.Tensor] = {}
 
     def move(value: Any) -> Any:
@@ -107,6 +116,7 @@ class SimulatedRecorder:
         self._steps: list[Step] = []
         self._failure: CaptureError | None = None
         self._foreign: dict[int, dict[torch.dtype, torch.Tensor]] = {}
+        self._reads: dict[int, Read] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> SimulatedRecorder:
@@ -136,15 +146,17 @@ class SimulatedRecorder:
             # the program caught the error.
             raise self._failure
         steps, self._steps = self._steps, []
+        reads, self._reads = self._reads, {}
         if all(step.run is poison for step in steps):
             for step in steps:
                 step.run(*step.args)
             return None
-        return SimulatedSegment(steps)
+        return SimulatedSegment(steps, list(reads.values()))
 
     def abandon_segment(self) -> None:
         self.recording = False
         self._steps = []
+        self._reads = {}
 
     def explain(self, error: Exception) -> CaptureError | None:
         return None  # what is refused here says so itself
@@ -156,12 +168,21 @@ class SimulatedRecorder:
         return block is not None and block.birth is self
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        block = self._arena.block_of(tensor) or self._heap.block_of(tensor)
-        if block is None:
-            return self._foreign_alias(tensor)
-        alias = block.alias(tensor)
-        alias._bcg_generation = block.generation  # type: ignore[attr-defined]
+        block = self._arena.block_of(tensor)
+        if block is not None:
+            alias = block.alias(tensor)
+            alias._bcg_generation = block.generation  # type: ignore[attr-defined]
+        else:
+            alias = self._outside_alias(tensor)
+            alias._bcg_owner = self._owner(tensor)  # type: ignore[attr-defined]
         return alias
+
+    def _owner(self, tensor: torch.Tensor) -> weakref.ref[Any]:
+        """A reference that dies with the memory of ``tensor``, which is not the arena's."""
+        block = self._heap.block_of(tensor)
+        if block is not None and block.ref is not None:
+            return block.ref
+        return weakref.ref(tensor.untyped_storage())
 
     def _on_free(self, block: Block) -> None:
         # A free is an event in the order of the recording: poisoned at once, the block would be
@@ -275,11 +296,16 @@ class SimulatedRecorder:
         if not tensor.numel():
             return tensor
         self._hold(tensor)
-        block = self._heap.block_of(tensor)
-        return self._foreign_alias(tensor) if block is None else block.alias(tensor)
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._reads:
+            self._reads[address] = Read(self._owner(tensor), traits.name, user_location())
+        return self._outside_alias(tensor)
 
-    def _foreign_alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor over memory that is neither the pool's nor the heap's, holding nothing."""
+    def _outside_alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over memory that is not the arena's, holding nothing."""
+        block = self._heap.block_of(tensor)
+        if block is not None:
+            return block.alias(tensor)
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         views = self._foreign.get(address)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from bcg_core.errors import ReplayError
+from bcg_core.errors import ReplayError, UseAfterFreeError
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
     from bcg_core.location import Location
@@ -28,6 +29,14 @@ class Step(NamedTuple):
     location: Location | None
 
 
+class Read(NamedTuple):
+    """Memory outside the arena that a segment reads: it must still be there at replay."""
+
+    owner: weakref.ref[Any]
+    name: str
+    location: Location
+
+
 def copy_all(results: Any, outs: tuple[torch.Tensor | None, ...]) -> None:
     """Copy each of an operation's results to its recorded address; ``None`` is not recorded."""
     for result, out in zip(results, outs):
@@ -38,8 +47,9 @@ def copy_all(results: Any, outs: tuple[torch.Tensor | None, ...]) -> None:
 class SimulatedSegment:
     """The steps of one segment. They hold no memory: addresses are all they know."""
 
-    def __init__(self, steps: list[Step]) -> None:
+    def __init__(self, steps: list[Step], reads: list[Read]) -> None:
         self.steps = steps
+        self.reads = reads
         self._calls = [step[:4] for step in steps]
 
     def replay(self) -> None:
@@ -47,6 +57,12 @@ class SimulatedSegment:
 
         What autocast, autograd or a mode did at capture was recorded as operations already.
         """
+        for read in self.reads:
+            if read.owner() is None:
+                raise UseAfterFreeError(
+                    f"{read.name}, recorded at {read.location}, reads memory outside the pool that "
+                    "has been freed since; the graph, or a bridge, has to hold it"
+                )
         done = 0
         with ExitStack() as stack:
             stack.enter_context(torch._C._DisableTorchDispatch())  # type: ignore[attr-defined]
@@ -70,4 +86,5 @@ class SimulatedSegment:
     def release(self) -> None:
         """Forget the steps."""
         self.steps = []
+        self.reads = []
         self._calls = []
