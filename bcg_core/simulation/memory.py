@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 POISON = 0xFF  # NaN in every floating-point type, -1 in signed integers
 BOOL_POISON = 0x01  # 0xFF is no valid bool
 _ALIGNMENT = 64  # the CPU allocator's own
-_CHUNK = 4 << 20
+_FIRST_CHUNK, _LAST_CHUNK = 256 << 10, 64 << 20
 
 
 def poison(address: int, byte: int, size: int) -> None:
@@ -84,7 +84,8 @@ class _Chunk:
         self.memory = torch.full((size,), POISON, dtype=torch.uint8)
         self.address = self.memory.data_ptr()
         self.size = size
-        self.used = 0
+        # No block begins where the chunk does: a storage there is an alias over the chunk.
+        self.used = _ALIGNMENT
         self.views = {torch.uint8: self.memory}
         buffer_type = type("ChunkBuffer", (ctypes.c_char * size,), {})
         buffer = buffer_type.from_address(self.address)
@@ -144,7 +145,8 @@ class Arena:
     def _carve(self, size: int) -> Block:
         chunk = self._chunks[-1] if self._chunks else None
         if chunk is None or chunk.used + size > chunk.size:
-            chunk = _Chunk(max(_CHUNK, size))
+            growth = min(_FIRST_CHUNK << len(self._chunks), _LAST_CHUNK)
+            chunk = _Chunk(max(growth, size + _ALIGNMENT))
             self._chunks.append(chunk)
         block = Block(chunk, chunk.used, size)
         chunk.used += size
