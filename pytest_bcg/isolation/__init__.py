@@ -1,0 +1,1 @@
+"""Standalone test files, each in a process of its own: life cycle, transport, the child's side."""
