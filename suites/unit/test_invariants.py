@@ -151,6 +151,7 @@ def test_lifetime_block_freed_while_the_next_segment_is_recorded(bcg_backend: st
         return sum(more[1:], more[0]) + late
 
     graph, output = capture(bcg_backend, body)
+    assert torch.equal(output, body())
     for seed in range(3):
         x.copy_(rand(4, 8, seed=seed))
         expected = body()
