@@ -168,9 +168,9 @@ def same_plain(a: Any, b: Any) -> bool:
     that two of one type count as the same.
     """
     if isinstance(a, float):
-        return a == b and math.copysign(1, a) == math.copysign(1, b) or (a != a and b != b)
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
     comparable = (*ATOMS, torch.dtype, torch.device, torch.Size, list, tuple, slice, range)
-    if isinstance(a, comparable) or isinstance(a, type):
+    if isinstance(a, (*comparable, type)):
         return bool(a == b)
     return True
 

@@ -41,9 +41,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
         stride = (0,) * len(shape)
     elif 1 in shape:
         stride = tuple(0 if n == 1 else s for n, s in zip(shape, stride))
-    return Layout(
-        shape, stride, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
-    )
+    return Layout(shape, stride, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
 
 
 def require_plain(tensor: torch.Tensor, role: str) -> None:
@@ -88,21 +86,21 @@ def storage_bytes(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """A one-dimensional ``uint8`` view of ``count`` bytes of memory from address ``start`` on."""
     storage = tensor.untyped_storage()
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(storage, start - storage.data_ptr(), (count,), (1,))  # type: ignore[call-overload,no-any-return]
+    return view.set_(storage, start - storage.data_ptr(), (count,), (1,))
 
 
-def view_at(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+def view_at(memory: torch.Tensor, offset: int | torch.SymInt, like: torch.Tensor) -> torch.Tensor:
     """A view of ``memory``'s storage, ``offset`` bytes in, with the layout of ``like``."""
     base = torch.empty(0, dtype=like.dtype, device=memory.device)
     start = memory.storage_offset() * memory.element_size() + offset
-    view = base.set_(  # type: ignore[call-overload]
+    view = base.set_(
         memory.untyped_storage(), start // like.element_size(), like.size(), like.stride()
     )
     if like.is_conj():
         view = torch.conj(view)
     if like.is_neg():
-        view = torch._neg_view(view)  # type: ignore[attr-defined]
-    return view  # type: ignore[no-any-return]
+        view = torch._neg_view(view)
+    return view
 
 
 @dataclass
@@ -159,4 +157,4 @@ class Span:
 
 def _dense(tensor: torch.Tensor) -> bool:
     """Whether each byte under the tensor belongs to exactly one element."""
-    return torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

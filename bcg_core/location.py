@@ -57,7 +57,7 @@ def location_of(function: Any) -> Location:
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:
-        code = getattr(getattr(type(function), "__call__", None), "__code__", None)
+        code = getattr(type(function).__call__, "__code__", None)
     if code is None:
         return Location("<built-in>", 0, name)
     return Location(code.co_filename, code.co_firstlineno, name)

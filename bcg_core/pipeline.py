@@ -49,7 +49,7 @@ class EnabledForward:
     def restore(self) -> None:
         """Put the module's own ``forward`` back, as it was found."""
         if self.had_own:
-            self.module.forward = self.original  # type: ignore[method-assign]
+            self.module.forward = self.original
         else:
             self.module.__dict__.pop("forward", None)
 
@@ -161,7 +161,7 @@ def enable(
         runner.name = name
         forwards[name] = EnabledForward(module, runner)
     for forward in forwards.values():
-        forward.module.forward = forward  # type: ignore[method-assign]
+        forward.module.forward = forward
     return Session(forwards)
 
 
@@ -228,9 +228,7 @@ def conflict(module: torch.nn.Module) -> str | None:
 
 def _offloads(hook: Any) -> bool:
     inner: Iterable[Any] = getattr(hook, "hooks", None) or (hook,)
-    return any(
-        getattr(one, "offload", False) or "Offload" in type(one).__name__ for one in inner
-    )
+    return any(getattr(one, "offload", False) or "Offload" in type(one).__name__ for one in inner)
 
 
 def _ahead(name: str, module: torch.nn.Module, buckets: Sequence[int]) -> Any:
@@ -247,5 +245,3 @@ def _ahead(name: str, module: torch.nn.Module, buckets: Sequence[int]) -> Any:
         return (at_text_length(args, kwargs, length) for length in buckets)
 
     return ahead
-
-

@@ -21,16 +21,14 @@ def preserved(
     """
     cpu = torch.default_generator.get_state()
     given = [generator.get_state() for generator in generators]
-    cuda = torch.cuda.get_rng_state(device) if _is_cuda(device) else None
+    if device is not None and device.type != "cuda":
+        device = None
+    cuda = torch.cuda.get_rng_state(device) if device is not None else None
     try:
         yield
     finally:
         torch.default_generator.set_state(cpu)
         for generator, state in zip(generators, given):
             generator.set_state(state)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)  # type: ignore[arg-type]
-
-
-def _is_cuda(device: torch.device | None) -> bool:
-    return device is not None and device.type == "cuda"
+        if cuda is not None and device is not None:
+            torch.cuda.set_rng_state(cuda, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ from bcg_core.errors import CaptureError, ReplayError, UnsupportedError
 from bcg_core.plan import plans_for
 from bcg_core.signature import Call, HostTest, difference
 from bcg_core.stats import Stats
+from bcg_core.tree import tree_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -96,7 +98,9 @@ class GraphRunner:
         self._body = forward or module
         self._backend_name = backend
         self._host_inputs = tuple(host_inputs)
-        self._parameters = _parameter_names(forward or getattr(module, "forward", module))
+        self._parameters = _parameter_names(
+            forward if forward is not None else getattr(module, "forward", module)
+        )
         self._on_capture = on_capture
         self._on_miss = on_miss
         self._on_fallback = on_fallback
@@ -238,9 +242,7 @@ class GraphRunner:
 
     # Inside
 
-    def _take_apart(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Call | None, str]:
+    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, str]:
         """The call's signature, or the reason why it has to run eagerly."""
         if torch.is_grad_enabled() and self._needs_grad(args, kwargs):
             return None, "the call needs gradients"
@@ -263,15 +265,11 @@ class GraphRunner:
             return None, str(error)
 
     def _needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        from bcg_core.tree import tree_tensors
-
         if self._module is not None and any(p.requires_grad for p in self._module.parameters()):
             return True
         return any(t.requires_grad for t in tree_tensors((args, kwargs)))
 
     def _device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-        from bcg_core.tree import tree_tensors
-
         tensors = tree_tensors((args, kwargs))
         for tensor in tensors:
             if tensor.is_cuda:
@@ -348,15 +346,7 @@ class GraphRunner:
         while self._graphs:
             self._evict()
         self._pool = None
-        if not had_others:
-            return None
-        captured = self._capture_once(plan, call)
-        assert self._pool is not None
-        if self._pool.bytes() <= limit:
-            return captured
-        captured.graph.reset()
-        self._pool = None
-        return None
+        return self._capture_with(plan, call) if had_others else None
 
     def _capture_once(self, plan: Plan, call: Call) -> CapturedCall:
         assert self._backend is not None
@@ -439,8 +429,6 @@ class GraphRunner:
 
 
 def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    import inspect
-
     try:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -64,7 +64,7 @@ class Call:
                     self.device_leaves.append(index)
                     keys.append(leaf)
             else:
-                keys.append(_plain_key(leaf, lambda i=index: self.path(i)))  # type: ignore[misc]
+                keys.append(_plain_key(leaf, lambda i=index: self.path(i)))
         self.groups = self._tensor_keys(keys)
         self.signature = Signature(self.structure, tuple(keys), current_ambient())
 
@@ -226,9 +226,7 @@ def _leaf_difference(mine: Any, theirs: Any, leaf: Any) -> str:
     return f"is {now}, captured was {_brief_key(theirs)}"
 
 
-def _structure_difference(
-    mine: Node | None, theirs: Node | None, parameters: Sequence[str]
-) -> str:
+def _structure_difference(mine: Node | None, theirs: Node | None, parameters: Sequence[str]) -> str:
     """In words: which argument has another structure."""
     assert mine is not None
     assert theirs is not None
@@ -238,9 +236,7 @@ def _structure_difference(
     assert kwargs is not None
     assert kwargs_then is not None
     if len(args.children) != len(args_then.children):
-        return (
-            f"{len(args.children)} positional arguments, captured were {len(args_then.children)}"
-        )
+        return f"{len(args.children)} positional arguments, captured were {len(args_then.children)}"
     for position, (a, b) in enumerate(zip(args.children, args_then.children)):
         if a != b:
             name = parameters[position] if position < len(parameters) else f"argument {position}"

@@ -1,7 +1,8 @@
-"""What a graph has burnt in of its module: noticed when it moves, restored when capture moved it."""
+"""What a graph has burnt in of its module: noticed when moved, restored when capture moved it."""
 
 from __future__ import annotations
 
+import types
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,10 +77,9 @@ class ModuleState:
                 self._watch(container, key, value, "attribute", name)
                 for k, v in inside:
                     self._watch(value, k, v, "attribute", f"{name}[{k!r}]")
-        elif depth < _MAX_DEPTH and isinstance(getattr(value, "__dict__", None), dict):
-            if not isinstance(value, (torch.nn.Module, type)) and not callable_code(value):
-                for k, v in value.__dict__.items():
-                    self._watch_tensors(value.__dict__, k, v, f"{name}.{k}", depth + 1)
+        elif depth < _MAX_DEPTH and _is_plain_object(value):
+            for k, v in value.__dict__.items():
+                self._watch_tensors(value.__dict__, k, v, f"{name}.{k}", depth + 1)
 
     def difference(self) -> str | None:
         """What has changed since, in one line; ``None`` while a replay still sees the module."""
@@ -105,9 +105,11 @@ class ModuleState:
         return None
 
 
-def callable_code(value: Any) -> bool:
-    """Whether a value is a function, a method or a module of code rather than data."""
-    return hasattr(value, "__code__") or hasattr(value, "__func__") or hasattr(value, "__path__")
+def _is_plain_object(value: Any) -> bool:
+    """Whether a value is an object with data, rather than a module, a class or code."""
+    if isinstance(value, (torch.nn.Module, type, types.ModuleType)) or hasattr(value, "__code__"):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) and not hasattr(value, "__func__")
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -128,22 +130,20 @@ def buffers_preserved(module: torch.nn.Module | None) -> Iterator[None]:
     if module is not None:
         for submodule in module.modules():
             for name, buffer in submodule._buffers.items():
-                copy = None if buffer is None else buffer.detach().clone()
-                saved.append((submodule._buffers, name, buffer, copy))
+                if buffer is not None:
+                    saved.append((submodule._buffers, name, buffer, buffer.detach().clone()))
     try:
         yield
     finally:
         with torch.no_grad():
             for entries, name, buffer, copy in saved:
                 entries[name] = buffer
-                if buffer is not None and not torch.equal(buffer, copy):
+                if not torch.equal(buffer, copy):
                     buffer.copy_(copy)
 
 
 @contextmanager
-def attributes_kept(
-    module: torch.nn.Module | None, warn: Callable[[str], None]
-) -> Iterator[None]:
+def attributes_kept(module: torch.nn.Module | None, warn: Callable[[str], None]) -> Iterator[None]:
     """Undo what the body rebinds: tensors of the graph's pool must not stay in the module.
 
     A buffer that ends with another value than it began with makes the capture fail: eager would

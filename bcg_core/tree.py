@@ -146,7 +146,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def describe_path(node: Node | None, index: int, root: str = "output") -> str:
-    """The path of the leaf number ``index`` in a value of structure ``node``: ``output[1].sample``."""
+    """The path of leaf number ``index`` in a value of structure ``node``: ``output[1].sample``."""
 
     def walk(node: Node | None, path: str) -> Iterator[str]:
         if node is None:

@@ -214,7 +214,8 @@ class CUDARecorder:
     def begin_segment(self) -> None:
         graph = self._new_graph()
         # Thread-local: another thread's CUDA calls (a data loader's) must not break the capture.
-        graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+        handle: Any = self._pool.handle
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         self._graph = graph
         self._reads.active = True
 
@@ -276,8 +277,8 @@ class CUDARecorder:
         """
         index = self._device.index or 0
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, self._pool.handle)  # type: ignore[attr-defined]
-            torch._C._cuda_releasePool(index, self._pool.handle)  # type: ignore[attr-defined]
+            torch._C._cuda_endAllocateToPool(index, self._pool.handle)
+            torch._C._cuda_releasePool(index, self._pool.handle)
         torch.cuda.synchronize(self._device)
         graph = self._new_graph()
         graph.capture_begin(capture_error_mode="thread_local")

@@ -69,6 +69,6 @@ def _has_host_index(index: Any) -> bool:
     for part in parts:
         if isinstance(part, list) and part and not isinstance(part[0], (slice, torch.Tensor)):
             return True
-        if type(part).__module__ == "numpy" and getattr(part, "ndim", 0):
+        if type(part).__module__ == "numpy" and hasattr(part, "ndim") and part.ndim:
             return True
     return False

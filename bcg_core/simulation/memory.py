@@ -11,7 +11,7 @@ import bisect
 import ctypes
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,7 +32,17 @@ def poison(address: int, byte: int, size: int) -> None:
 class Block:
     """A stretch of an arena. ``generation`` grows each time that its last tensor dies."""
 
-    __slots__ = ("address", "birth", "chunk", "generation", "is_bool", "live", "offset", "ref", "size")
+    __slots__ = (
+        "address",
+        "birth",
+        "chunk",
+        "generation",
+        "is_bool",
+        "live",
+        "offset",
+        "ref",
+        "size",
+    )
 
     def __init__(self, chunk: _Chunk, offset: int, size: int) -> None:
         self.chunk = chunk
@@ -55,11 +65,11 @@ class Block:
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor with the layout of ``tensor`` over this block that does not keep it alive."""
         offset = self.offset // tensor.element_size() + tensor.storage_offset()
-        return _typed_view(self.chunk.views, tensor, offset)
+        return typed_view(self.chunk.views, tensor, offset)
 
 
-def _typed_view(
-    views: dict[torch.dtype, torch.Tensor], tensor: torch.Tensor, offset: int
+def typed_view(
+    views: dict[torch.dtype, torch.Tensor], tensor: torch.Tensor, offset: int | torch.SymInt
 ) -> torch.Tensor:
     """``tensor``'s layout over raw memory, ``offset`` elements in; ``views`` has a base a dtype."""
     base = views.get(tensor.dtype)
@@ -67,13 +77,13 @@ def _typed_view(
         raw = views[torch.uint8]
         base = torch.empty(0, dtype=tensor.dtype)
         count = raw.numel() // base.element_size()
-        base.set_(raw.untyped_storage(), 0, (count,), (1,))  # type: ignore[call-overload]
+        base.set_(raw.untyped_storage(), 0, (count,), (1,))
         views[tensor.dtype] = base
     view = base.as_strided(tensor.size(), tensor.stride(), offset)
     if tensor.is_conj():
         view = torch.conj(view)
     if tensor.is_neg():
-        view = torch._neg_view(view)  # type: ignore[attr-defined]
+        view = torch._neg_view(view)
     return view
 
 
@@ -87,7 +97,7 @@ class _Chunk:
         # No block begins where the chunk does: a storage there is an alias over the chunk.
         self.used = _ALIGNMENT
         self.views = {torch.uint8: self.memory}
-        buffer_type = type("ChunkBuffer", (ctypes.c_char * size,), {})
+        buffer_type: Any = type("ChunkBuffer", (ctypes.c_char * size,), {})
         buffer = buffer_type.from_address(self.address)
         buffer.owner = self.memory  # whoever holds a slice holds the memory
         self.buffer = memoryview(buffer).cast("B")

@@ -16,7 +16,7 @@ from bcg_core.layout import require_plain
 from bcg_core.location import user_location
 from bcg_core.rng import preserved
 from bcg_core.simulation.host import HostAccess
-from bcg_core.simulation.memory import Block, _typed_view, poison
+from bcg_core.simulation.memory import Block, poison, typed_view
 from bcg_core.simulation.outcomes import Fresh, Index, Same, fill, outcome_of
 from bcg_core.simulation.replay import Read, SimulatedSegment, Step, copy_all
 from bcg_core.simulation.traits import Traits, refused_call, traits_of
@@ -79,7 +79,7 @@ def run_on_heap(heap: Arena, operation: Any, args: tuple[Any, ...], kwargs: dict
             memory.untyped_storage().copy_(storage, False)
             moved[storage._cdata] = memory
         place = torch.empty(0, dtype=value.dtype)
-        return place.set_(  # type: ignore[call-overload]
+        return place.set_(
             memory.untyped_storage(), value.storage_offset(), value.size(), value.stride()
         )
 
@@ -187,9 +187,7 @@ class SimulatedRecorder:
     def _on_free(self, block: Block) -> None:
         # A free is an event in the order of the recording: poisoned at once, the block would be
         # wiped before an operation that was recorded to read it has run.
-        step = Step(
-            poison, (block.address, block.poison_byte, block.size), {}, None, "free", None
-        )
+        step = Step(poison, (block.address, block.poison_byte, block.size), {}, None, "free", None)
         self._steps.append(step)
 
     def _refuse(self, name: str, reason: str) -> None:
@@ -263,7 +261,7 @@ class SimulatedRecorder:
     def _scan(
         self, value: Any, tensors: list[torch.Tensor], key: list[Any], name: str | None = None
     ) -> Any:
-        """``value`` with an :class:`Index` for each tensor; what decides the outcome into ``key``."""
+        """``value`` with an :class:`Index` a tensor; what decides the outcome goes into ``key``."""
         if isinstance(value, torch.Tensor):
             key.append((name, value.shape, value.stride(), value.dtype))
             tensors.append(value)
@@ -313,7 +311,7 @@ class SimulatedRecorder:
             buffer = (ctypes.c_char * size).from_address(address)
             views = {torch.uint8: torch.frombuffer(buffer, dtype=torch.uint8)}
             self._foreign[address] = views
-        return _typed_view(views, tensor, tensor.storage_offset())
+        return typed_view(views, tensor, tensor.storage_offset())
 
     def _check_alias(self, tensor: torch.Tensor, traits: Traits) -> None:
         """An alias may be read only while the block that it was made for is still alive."""
@@ -332,7 +330,9 @@ class SimulatedRecorder:
                 raise self._failure
 
 
-def _run_many(run: Callable[..., Any], outs: tuple[torch.Tensor | None, ...], *args: Any, **kwargs: Any) -> None:
+def _run_many(
+    run: Callable[..., Any], outs: tuple[torch.Tensor | None, ...], *args: Any, **kwargs: Any
+) -> None:
     copy_all(run(*args, **kwargs), outs)
 
 

@@ -65,7 +65,7 @@ class SimulatedSegment:
                 )
         done = 0
         with ExitStack() as stack:
-            stack.enter_context(torch._C._DisableTorchDispatch())  # type: ignore[attr-defined]
+            stack.enter_context(torch._C._DisableTorchDispatch())
             stack.enter_context(torch._C.DisableTorchFunction())
             stack.enter_context(torch._C._DisableAutocast())
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())

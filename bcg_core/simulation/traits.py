@@ -31,6 +31,7 @@ _EMPTY = {
     "aten::new_empty",
     "aten::new_empty_strided",
 }
+_INDEX_PUT = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 # Views in all but their schema, or that only point a tensor at other memory.
 _METADATA_ONLY = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::set_", "aten::lift"}
 
@@ -73,7 +74,9 @@ def _look(operation: Any) -> Traits:
         if any("Tensor" in str(kind) for kind in bounds):
             refused = READS_HOST
     writes = schema.is_mutable
-    returns_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    returns_view = any(
+        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+    )
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(
         operation.name(), "CompositeImplicitAutograd"
     )
@@ -98,10 +101,9 @@ def refused_call(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return traits.refused
     if traits.name == "aten::index" and _has_mask(args[1]):
         return DATA_SHAPE
-    if traits.name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-        # With one value the masked positions are filled; with more, they have to be counted.
-        if _has_mask(args[1]) and args[2].numel() != 1:
-            return DATA_SHAPE
+    # With one value the masked positions are filled; with more, they have to be counted.
+    if traits.name in _INDEX_PUT and _has_mask(args[1]) and args[2].numel() != 1:
+        return DATA_SHAPE
     if traits.name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
         repeats = args[1] if len(args) > 1 else args[0]
         if isinstance(repeats, torch.Tensor):
@@ -110,6 +112,4 @@ def refused_call(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _has_mask(indices: Any) -> bool:
-    return any(
-        i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices
-    )
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)

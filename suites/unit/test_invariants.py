@@ -86,13 +86,13 @@ def net(bcg_device: torch.device) -> Net:
 
 
 def test_lifetime_graph_holds_the_weights_it_reads(bcg_backend: str, bcg_device: Any, rand: Any):
-    weight = rand(8, 8, seed=1)
+    weights = [rand(8, 8, seed=1)]
     x = rand(4, 8)
-    expected = x @ weight
+    expected = x @ weights[0]
 
-    graph, output = capture(bcg_backend, lambda: x @ weight)
-    gone = weakref.ref(weight)
-    del weight
+    graph, output = capture(bcg_backend, lambda: x @ weights[0])
+    gone = weakref.ref(weights[0])
+    weights.clear()
     churn(bcg_device)
     assert gone() is None, "the test itself must not keep the weight"
     output.fill_(7)
@@ -121,16 +121,16 @@ def test_lifetime_pool_owned_break_input_is_weak_and_right(bcg_backend: str, ran
 
 def test_lifetime_foreign_break_input_is_held(bcg_backend: str, bcg_device: Any, rand: Any):
     x = rand(4, 8)
-    other = rand(4, 8, seed=3)
-    expected = (x + 1) * other
+    others = [rand(4, 8, seed=3)]
+    expected = (x + 1) * others[0]
 
     @eager_on_graph()
     def multiply(t: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         return t * u
 
-    graph, output = capture(bcg_backend, lambda: multiply(x + 1, other) + 0)
-    storage = weakref.ref(other.untyped_storage())
-    del other
+    graph, output = capture(bcg_backend, lambda: multiply(x + 1, others[0]) + 0)
+    storage = weakref.ref(others[0].untyped_storage())
+    others.clear()
     churn(bcg_device)
     assert storage() is not None
     output.fill_(7)
@@ -710,21 +710,21 @@ def test_one_at_a_time_capture_inside_a_capture_is_refused(bcg_backend: str, ran
         x.add(1)
         capture(bcg_backend, lambda: x + 1)
 
-    with pytest.raises(NestedCaptureError, match="^nested capture"):
+    with pytest.raises(NestedCaptureError, match=r"^nested capture"):
         capture(bcg_backend, body)
 
     @eager_on_graph()
     def inner() -> None:
         capture(bcg_backend, lambda: x + 1)
 
-    with pytest.raises(NestedCaptureError, match="^nested capture"):
+    with pytest.raises(NestedCaptureError, match=r"^nested capture"):
         capture(bcg_backend, inner)
 
 
 def test_one_at_a_time_replay_inside_a_capture_is_refused(bcg_backend: str, rand: Any):
     x = rand(4, 8)
     graph, _ = capture(bcg_backend, lambda: x + 1)
-    with pytest.raises(NestedCaptureError, match="^nested capture"):
+    with pytest.raises(NestedCaptureError, match=r"^nested capture"):
         capture(bcg_backend, lambda: (x.add(1), graph.replay()))
 
 

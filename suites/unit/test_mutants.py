@@ -224,9 +224,7 @@ MUTANTS = [
             "simulated", rand
         ),
     ),
-    Mutant(
-        no_poison, test_simulation.test_freed_block_is_poisoned_in_the_order_of_the_replay
-    ),
+    Mutant(no_poison, test_simulation.test_freed_block_is_poisoned_in_the_order_of_the_replay),
     Mutant(
         heap_without_poison,
         test_simulation.test_break_allocations_are_poisoned_as_soon_as_they_are_freed,
@@ -276,9 +274,7 @@ MUTANTS = [
     ),
     Mutant(
         outputs_not_copied,
-        lambda: INVARIANTS.test_outputs_are_not_changed_by_later_replays(
-            "simulated", net(), rand
-        ),
+        lambda: INVARIANTS.test_outputs_are_not_changed_by_later_replays("simulated", net(), rand),
     ),
     Mutant(
         break_sees_unreplayed_memory,
@@ -326,5 +322,3 @@ def test_every_historical_fault_is_among_them():
         "no_lock",
         "random_state_not_restored",
     }
-
-

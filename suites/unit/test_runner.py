@@ -229,9 +229,7 @@ def test_reset_gives_the_memory_back(bcg_backend: str, bcg_device: torch.device)
     assert runner.stats.captures == 5
 
 
-def test_module_whose_tensors_keep_changing_is_given_up(
-    bcg_backend: str, bcg_device: torch.device
-):
+def test_module_whose_tensors_keep_changing_is_given_up(bcg_backend: str, bcg_device: torch.device):
     module = torch.nn.Linear(4, 4).to(bcg_device).requires_grad_(False)
     runner = GraphRunner(module, backend=bcg_backend)
     x = rows(2, bcg_device)
@@ -275,9 +273,7 @@ def test_error_of_the_module_itself_is_the_callers(bcg_backend: str, bcg_device:
         runner(rows(2, bcg_device))
 
 
-def test_break_that_calls_the_runner_again_runs_inline(
-    bcg_backend: str, bcg_device: torch.device
-):
+def test_break_that_calls_the_runner_again_runs_inline(bcg_backend: str, bcg_device: torch.device):
     runners: list[GraphRunner] = []
 
     class Recursive(torch.nn.Module):
