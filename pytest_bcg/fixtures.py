@@ -1,6 +1,7 @@
 """Fixtures for tests of captured graphs. Torch and ``bcg_core`` are imported as they are used."""
 
 from __future__ import annotations
+
 import pytest
 
 

@@ -43,7 +43,7 @@ class Demand:
         mark = item.get_closest_marker("gpu")
         if mark is None:
             return None
-        given = dict(zip(("count", "memory"), mark.args)) | dict(mark.kwargs)  # noqa: B905
+        given = dict(zip(("count", "memory"), mark.args)) | dict(mark.kwargs)
         memory = given.get("memory")
         return cls(given.get("count") or 1, None if memory is None else parse_size(memory))
 

@@ -71,8 +71,11 @@ def register(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{marker.signature}: {marker.meaning}")
 
 
-def check(items: Sequence[pytest.Item]) -> None:
-    """Raise ``pytest.UsageError`` that lists every misused marker with its test, file and line."""
+def check(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Raise ``pytest.UsageError`` that lists every misused marker with its test, file and line.
+
+    A worker of xdist must not end so; it reports them as failures to collect.
+    """
     problems = []
     for item in items:
         for mark in item.iter_markers():
@@ -80,7 +83,11 @@ def check(items: Sequence[pytest.Item]) -> None:
                 path, line, _ = item.location
                 where = f"{path}:{(line or 0) + 1}: {item.nodeid}"
                 problems.append(f"{where}: marker {mark.name} {problem}")
-    if problems:
+    if problems and hasattr(config, "workerinput"):
+        text = "\n".join(dict.fromkeys(problems))
+        report = pytest.CollectReport(items[0].session.nodeid, "failed", text, [])
+        config.hook.pytest_collectreport(report=report)
+    elif problems:
         raise pytest.UsageError(*dict.fromkeys(problems))
 
 
@@ -92,7 +99,7 @@ def _misuse(mark: pytest.Mark) -> str | None:
     if len(mark.args) > len(known):
         return f"got {len(mark.args)} arguments by position; {expected}"
     # The marker has no more positions than names; the rest of the names is not zipped.
-    given: dict[str, object] = dict(zip(known, mark.args))  # noqa: B905
+    given: dict[str, object] = dict(zip(known, mark.args))
     for name, value in mark.kwargs.items():
         if name not in known:
             return f"got an unknown argument {name!r}; {expected}"

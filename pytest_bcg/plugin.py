@@ -47,7 +47,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> pytest.CollectRep
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Any:
-    markers.check(items)
+    markers.check(config, items)
     selection.apply(config, items)
     markers.deselect_nightly(config, items)
     result = yield

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_bcg import options, registry
+from pytest_bcg import options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +31,8 @@ def configure(config: pytest.Config) -> None:
     names = options.suites(config)
     if not names:
         return
+    from pytest_bcg import registry  # with YAML, which a run without suites need not import
+
     try:
         suites = registry.load(options.registry_path(config), config.rootpath)
         files = {name: suites.files(suites.suite(name)) for name in names}

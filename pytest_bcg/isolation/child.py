@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_bcg.isolation.output import mark
-from pytest_bcg.isolation.transport import TransportError, Channel
+from pytest_bcg.isolation.transport import Channel, TransportError
 
 if TYPE_CHECKING:
     import warnings

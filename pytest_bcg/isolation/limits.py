@@ -26,7 +26,7 @@ class Limit:
         mark = item.get_closest_marker("timeout")
         given = dict(mark.kwargs) if mark else {}
         if mark:
-            given.update(zip(("timeout", "method", "func_only"), mark.args))  # noqa: B905
+            given.update(zip(("timeout", "method", "func_only"), mark.args))
         seconds = given.get("timeout")
         if seconds is None:
             seconds = config.getoption("timeout")

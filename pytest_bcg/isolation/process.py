@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pytest_bcg.isolation import descendants
 from pytest_bcg.isolation.output import Output, mark
-from pytest_bcg.isolation.transport import TransportError, Decoder, Message, encode
+from pytest_bcg.isolation.transport import Decoder, Message, TransportError, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +37,10 @@ _CHUNK = 65536
 
 class ProcessDeathError(Exception):
     """The process ended, or had to be ended; the message says how (``SIGSEGV``, an exit code)."""
+
+    def __init__(self, how: str, printed: Mapping[str, str] | None = None) -> None:
+        super().__init__(how)
+        self.printed = printed
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,6 @@ class Process:
         *,
         captured: bool,
     ) -> None:
-        import json
-
         self.token = uuid.uuid4().hex
         self._decoder = Decoder()
         self._messages: list[Message] = []
@@ -147,9 +150,10 @@ class Process:
         return self._messages.pop(0)
 
     def finish(self, deadline: Deadline) -> None:
-        """Let the session end and wait for the exit; :class:`ProcessDeathError` for any but a clean one.
+        """Let the session end and wait for the exit; whatever the child leaves running is killed.
 
-        Whatever the child leaves running is killed.
+        Raises:
+            ProcessDeathError: the exit was not a clean one, or did not come.
         """
         self.send({"do": "finish"})
         while self._popen.poll() is None:

@@ -132,7 +132,9 @@ def _expected_failure(item: pytest.Item) -> str | None:
     if item.config.getoption("runxfail"):
         return None
     for mark in item.iter_markers("xfail"):
-        conditions = [*mark.args, *([mark.kwargs["condition"]] * ("condition" in mark.kwargs))]
+        conditions = [*mark.args]
+        if "condition" in mark.kwargs:
+            conditions.append(mark.kwargs["condition"])
         if "raises" in mark.kwargs or any(isinstance(each, str) for each in conditions):
             continue
         if not conditions or any(conditions):

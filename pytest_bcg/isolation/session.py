@@ -51,7 +51,7 @@ class Isolation:
         self._config = config
         self._path = [entry or os.getcwd() for entry in sys.path]
         self._serving: _Serving | None = None
-        self._unstartable: dict[Path, str] = {}
+        self._unstartable: dict[Path, ProcessDeathError] = {}
         self._started = 0
 
     @property
@@ -95,7 +95,8 @@ class Isolation:
             serving = self._start(collector.path)
         except ProcessDeathError as died:
             message = f"the standalone process {died}, at the import of {collector.nodeid}"
-            return pytest.CollectReport(collector.nodeid, "failed", message, [])
+            sections = [(f"Captured {name}", text) for name, text in (died.printed or {}).items()]
+            return pytest.CollectReport(collector.nodeid, "failed", message, [], sections)
         if self._serving is None:
             # Most likely the first to be needed: it need not import its file again.
             self._serving = serving
@@ -124,18 +125,20 @@ class Isolation:
 
     def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         run = Run(item, options.timeout_grace(self._config))
-        how: str | None = None
+        death: ProcessDeathError | None = None
         try:
             serving = self._serve(item.path)
             following = nextitem if self._shares_process(item, nextitem) else None
             self._converse(run, serving, following)
-        except ProcessDeathError as died:
-            how = str(died)
+        except ProcessDeathError as error:
+            death = error
         # Outside of the handler, so that the report does not tell of an exception behind its own.
-        if how is not None:
-            printed = self._serving.process.last_output() if self._serving else {}
+        if death is not None:
+            printed = death.printed
+            if printed is None:
+                printed = self._serving.process.last_output() if self._serving else {}
             self.close()
-            for report in run.death(how, printed):
+            for report in run.death(str(death), printed):
                 item.ihook.pytest_runtest_logreport(report=report)
 
     def _converse(self, run: Run, serving: _Serving, following: pytest.Item | None) -> None:
@@ -192,13 +195,14 @@ class Isolation:
             return self._serving
         self.close()
         if file in self._unstartable:
-            raise ProcessDeathError(self._unstartable[file])
+            raise self._unstartable[file]
         try:
             self._serving = self._start(file)
         except ProcessDeathError as died:
             # It would die for each of the file's tests in the same way, at the cost of a start.
-            self._unstartable[file] = f"{died} while it imported the file"
-            raise ProcessDeathError(self._unstartable[file]) from None
+            death = ProcessDeathError(f"{died} while it imported the file", died.printed)
+            self._unstartable[file] = death
+            raise death from None
         return self._serving
 
     def _start(self, file: Path) -> _Serving:
@@ -213,9 +217,9 @@ class Isolation:
                 if message["event"] == "uncollected":
                     uncollected.append(message["why"])
         except ProcessDeathError as died:
-            printed = "".join(f"\n{text}" for text in process.last_output().values() if text)
+            printed = process.last_output()
             process.close()
-            raise ProcessDeathError(f"{died}{printed}") from None
+            raise ProcessDeathError(str(died), printed) from None
         except BaseException:
             process.close()
             raise
@@ -266,6 +270,11 @@ def unconfigure(config: pytest.Config) -> None:
 
 
 def _own_id(item: pytest.Item) -> str:
-    """The test's id without the group that ``xdist --dist loadgroup`` appends in its workers."""
-    grouped = item.config.getoption("loadgroup", False) and item.get_closest_marker("xdist_group")
-    return item.nodeid.rpartition("@")[0] if grouped else item.nodeid
+    """The test's id without the group that ``xdist --dist loadgroup`` may append in its workers."""
+    if not item.config.getoption("loadgroup", False):
+        return item.nodeid
+    groups = {
+        str(mark.args[0] if mark.args else mark.kwargs.get("name", "default"))
+        for mark in item.iter_markers("xdist_group")
+    }
+    return item.nodeid.removesuffix(f"@{'_'.join(sorted(groups))}")
