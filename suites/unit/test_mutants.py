@@ -6,9 +6,8 @@ once as it is and once with the fault patched in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +20,9 @@ from bcg_core.simulation import host, memory, recorder, traits
 from bcg_core.simulation.memory import Block
 from bcg_core.simulation.recorder import SimulatedRecorder
 from suites.unit import test_bridge, test_invariants, test_simulation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.bcg
 

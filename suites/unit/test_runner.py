@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 import time
@@ -221,6 +222,7 @@ def test_reset_gives_the_memory_back(bcg_backend: str, bcg_device: torch.device)
         runner.reset()
         assert runner.stats.graphs == runner.stats.pool_bytes == 0
         if bcg_device.type == "cuda":
+            gc.collect()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             now = torch.cuda.memory_reserved()
