@@ -1,0 +1,168 @@
+"""One picture through a pipeline, timed by stage, with the denoiser captured or not."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bcg_core.cli.option_error import OptionError
+from bcg_core.errors import EnableError
+from bcg_core.perf import Timeline, environment, timed_stages
+from bcg_core.pipeline import denoisers, enable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from PIL.Image import Image
+
+    from bcg_core.cli.request import Request
+    from bcg_core.runner import CaptureEvent
+    from bcg_core.stats import Stats
+
+_PREFIX = "[Diffusion BCG]"
+_MIN_GRAPHS = 8
+
+
+@dataclass
+class Picture:
+    """The image and how it came about; ``stats`` is ``None`` where nothing was captured."""
+
+    image: Image
+    timeline: Timeline
+    seconds: float
+    stats: Stats | None = None
+    captured: list[CaptureEvent] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def make_picture(
+    pipe: Any,
+    request: Request,
+    device: torch.device,
+    say: Callable[[str], None] = print,
+    on_step: Callable[[], None] = lambda: None,
+) -> Picture:
+    """Run ``pipe`` once. ``say`` gets each line about capture and replay as it comes about.
+
+    All random numbers come from one generator made from the seed: the global ones stay as they
+    are, with capture and without. The pipeline is left as it was.
+    """
+    arguments = _arguments(pipe, request)
+    captured: list[CaptureEvent] = []
+    failures: list[str] = []
+
+    def on_capture(event: CaptureEvent) -> None:
+        captured.append(event)
+        say(
+            f"{_PREFIX} captured {event.module}: graphs={event.graphs} segments={event.segments} "
+            f"breaks={event.breaks} seconds={event.seconds:.3f} pool_bytes={event.pool_bytes}"
+        )
+
+    def on_fallback(reason: str) -> None:
+        failures.append(" ".join(reason.split()))
+        say(f"{_PREFIX} capture failed: {failures[-1]}")
+
+    with ExitStack() as stack:
+        session = None
+        if request.bcg:
+            try:
+                session = stack.enter_context(
+                    enable(
+                        pipe,
+                        breaks=_breaks(request),
+                        max_graphs=max(_MIN_GRAPHS, len(request.text_buckets) + 1),
+                        backend=request.backend,
+                        text_buckets=request.text_buckets,
+                        on_capture=on_capture,
+                        on_fallback=on_fallback,
+                    )
+                )
+            except EnableError as error:
+                raise OptionError("--enable-breakable-cuda-graph", str(error)) from error
+        timeline = stack.enter_context(timed_stages(pipe, _timed(pipe), device, on_step))
+        began = time.perf_counter()
+        image = pipe(**arguments).images[0]
+        seconds = time.perf_counter() - began
+        # Leaving the session gives the graphs back, and with them what they count.
+        stats = session.stats if session is not None else None
+    if stats is not None:
+        say(_summary(stats))
+        if stats.eager_calls:
+            for reason, count in stats.misses.items():
+                say(f"{_PREFIX} not replayed {count} times: {' '.join(reason.split())}")
+    return Picture(image, timeline, seconds, stats, captured, failures)
+
+
+def perf_dump(picture: Picture, request: Request, device: torch.device) -> dict[str, Any]:
+    """The machine-readable record of a run, ready for JSON."""
+    bcg: dict[str, Any] = {"enabled": picture.stats is not None}
+    if picture.stats is not None:
+        bcg |= asdict(picture.stats)
+        bcg["capture_events"] = [_plain(event) for event in picture.captured]
+        bcg["capture_failures"] = picture.failures
+    return {
+        "environment": environment(device),
+        "request": asdict(request),
+        "seconds": picture.seconds,
+        "steps": [asdict(stage) for stage in picture.timeline.stages],
+        "denoiser_calls": picture.timeline.denoiser_calls,
+        "notes": picture.timeline.notes,
+        "bcg": bcg,
+    }
+
+
+def _plain(event: CaptureEvent) -> dict[str, Any]:
+    names = ("module", "segments", "breaks", "seconds", "pool_bytes", "graphs")
+    return {name: getattr(event, name) for name in names}
+
+
+def _breaks(request: Request) -> str | list[str]:
+    return request.breaks if isinstance(request.breaks, str) else list(request.breaks)
+
+
+def _timed(pipe: Any) -> dict[str, torch.nn.Module]:
+    try:
+        return denoisers(pipe)
+    except EnableError:
+        return {}
+
+
+def _summary(stats: Stats) -> str:
+    captured = stats.calls - stats.replays - stats.eager_calls
+    rest = [
+        f"{verb} {count}"
+        for verb, count in (("captured", captured), ("eager", stats.eager_calls))
+        if count
+    ]
+    line = f"{_PREFIX} replayed {stats.replays} of {stats.calls} denoiser calls"
+    return f"{line} ({', '.join(rest)})" if rest else line
+
+
+def _arguments(pipe: Any, request: Request) -> dict[str, Any]:
+    """The call's keywords; an option that this pipeline does not have is refused by name."""
+    takes = inspect.signature(pipe.__call__).parameters
+    arguments: dict[str, Any] = {}
+    for option, name, value in (
+        ("--prompt", "prompt", request.prompt),
+        ("--negative-prompt", "negative_prompt", request.negative_prompt),
+        ("--width", "width", request.width),
+        ("--height", "height", request.height),
+        ("--num-inference-steps", "num_inference_steps", request.steps),
+        ("--guidance-scale", "guidance_scale", request.guidance_scale),
+        ("--seed", "generator", torch.Generator("cpu").manual_seed(request.seed)),
+    ):
+        if value is None:
+            continue
+        if name not in takes:
+            raise OptionError(
+                option,
+                f"a {type(pipe).__name__} takes no {name}; leave the option out, or use "
+                "another pipeline",
+            )
+        arguments[name] = value
+    return arguments
