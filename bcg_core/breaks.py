@@ -58,27 +58,35 @@ def in_progress() -> Iterator[None]:
         _thread.in_progress = False
 
 
+def breaking(
+    function: Function,
+    replacement: Callable[..., Any] | None = None,
+    when: Callable[..., bool] | None = None,
+) -> Function:
+    """``function``, which while a graph is captured runs as an eager break.
+
+    Outside a capture, and inside another break, it is a plain call. ``replacement`` is what the
+    break runs in its place, with the same arguments; ``when`` says for which arguments there is
+    a break at all.
+    """
+
+    @functools.wraps(function)
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        capture = active_capture()
+        if capture is None or (when is not None and not when(*args, **kwargs)):
+            return function(*args, **kwargs)
+        return capture.run_break(replacement or function, args, kwargs)
+
+    return broken  # type: ignore[return-value]
+
+
 def eager_on_graph(enable: bool = True) -> Callable[[Function], Function]:
     """Mark a function as a break: while a graph is captured it runs eagerly, between segments.
 
     Outside a capture, and inside another break, the decorated function is a plain call. With
     ``enable=False`` the decorator returns the function itself.
     """
-
-    def decorate(function: Function) -> Function:
-        if not enable:
-            return function
-
-        @functools.wraps(function)
-        def broken(*args: Any, **kwargs: Any) -> Any:
-            capture = active_capture()
-            if capture is None:
-                return function(*args, **kwargs)
-            return capture.run_break(function, args, kwargs)
-
-        return broken  # type: ignore[return-value]
-
-    return decorate
+    return breaking if enable else lambda function: function
 
 
 @eager_on_graph()
