@@ -54,7 +54,7 @@ def skip_without_devices(items: Sequence[pytest.Item]) -> None:
     Counting devices makes no CUDA context, so it is safe in a process that tests are spawned from.
     """
     for item in items:
-        demand = Demand.of(item)
+        demand = None if item.get_closest_marker("skip") else Demand.of(item)
         if demand is not None and (reason := _too_few(demand.count)):
             item.add_marker(pytest.mark.skip(reason=reason), append=False)
 

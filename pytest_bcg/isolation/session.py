@@ -95,7 +95,8 @@ class Isolation:
             serving = self._start(collector.path)
         except ProcessDeathError as died:
             message = f"the standalone process {died}, at the import of {collector.nodeid}"
-            sections = [(f"Captured {name}", text) for name, text in (died.printed or {}).items()]
+            printed = (died.printed or {}).items()
+            sections = [(f"Captured {name}", text) for name, text in printed if text]
             return pytest.CollectReport(collector.nodeid, "failed", message, [], sections)
         if self._serving is None:
             # Most likely the first to be needed: it need not import its file again.
@@ -111,6 +112,7 @@ class Isolation:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         try:
             self._run(item, nextitem)
+            self._leave(item, nextitem)
         except BaseException:
             self.close()
             raise
@@ -140,6 +142,20 @@ class Isolation:
             self.close()
             for report in run.death(str(death), printed):
                 item.ihook.pytest_runtest_logreport(report=report)
+
+    def _leave(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Tear down here what tests before this one had set up and the next one does not share.
+
+        pytest keeps it for a next test in the same folder or session, as this one may have been.
+        """
+        call = pytest.CallInfo.from_call(
+            lambda: item.session._setupstate.teardown_exact(nextitem),
+            when="teardown",
+            reraise=(pytest.exit.Exception, KeyboardInterrupt),
+        )
+        if call.excinfo is not None:
+            report = pytest.TestReport.from_item_and_call(item, call)
+            item.ihook.pytest_runtest_logreport(report=report)
 
     def _converse(self, run: Run, serving: _Serving, following: pytest.Item | None) -> None:
         item, process = run.item, serving.process

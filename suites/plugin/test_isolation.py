@@ -324,7 +324,8 @@ def test_warnings_come_through(pytester: pytest.Pytester) -> None:
 
 def test_warnings_as_failures_hold_inside(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
-        "import warnings, pytest\n@pytest.mark.standalone\ndef test_it(): warnings.warn('no', RuntimeWarning)"
+        "import warnings, pytest\n@pytest.mark.standalone\n"
+        "def test_it(): warnings.warn('no', RuntimeWarning)"
     )
     pytester.runpytest("-W", "error::RuntimeWarning").assert_outcomes(failed=1)
 
@@ -445,6 +446,34 @@ def test_ids_that_look_like_something_else(pytester: pytest.Pytester) -> None:
         """
     )
     pytester.runpytest().assert_outcomes(passed=8)
+
+
+def test_neighbours_in_this_process_keep_their_fixtures(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        import pytest
+        @pytest.fixture(scope="session")
+        def shared():
+            print("session set up")
+            yield
+            print("session torn down")
+        """
+    )
+    for name in ("one/test_a", "one/test_b", "two/test_c"):
+        path = pytester.path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        mark = "@pytest.mark.standalone" if name.endswith("b") else ""
+        path.write_text(
+            "import pytest\n"
+            "@pytest.fixture(scope='package')\n"
+            "def folder():\n    yield\n    print('folder torn down')\n"
+            f"{mark}\ndef test_it(shared, folder): pass\n"
+        )
+    result = pytester.runpytest("-rA", "--import-mode=importlib")
+    result.assert_outcomes(passed=3)
+    here = result.stdout.str().replace("\n", " ")
+    assert here.count("session set up") == 2, "once in this process, once in the standalone one"
+    assert here.count("session torn down") == 2
 
 
 def test_classes_and_subfolders(pytester: pytest.Pytester) -> None:
