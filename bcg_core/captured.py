@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from bcg_core.signature import Call
 
 
+class WarmUpError(Exception):
+    """Around an error of the module itself, which is the caller's and no failed capture."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 class FromInput(NamedTuple):
     """An output in the memory of an input: the caller's own tensor, or a view of it."""
 
@@ -190,7 +197,10 @@ class CapturedCall:
             def warm_up() -> None:
                 args, kwargs = self.static.arguments()
                 with backend.warm_up():
-                    self.static.note_mutations(lambda: body(*args, **kwargs))
+                    try:
+                        self.static.note_mutations(lambda: body(*args, **kwargs))
+                    except Exception as error:
+                        raise WarmUpError(error) from error
 
             with plan(warm_up), attributes_kept(module, warn):
                 capture = BreakableCUDAGraphCapture(self.graph, backend=backend.name)

@@ -10,6 +10,7 @@ import difflib
 import fnmatch
 import importlib
 import sys
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,16 +63,23 @@ def placed(
         yield [site.name for site, _ in wrapped]
 
 
+# Two threads that exchanged and restored the same attribute in turn would put each other's
+# function back: one at a time.
+_exchanging = threading.RLock()
+
+
 @contextmanager
 def exchanged(changes: Sequence[tuple[Site, Callable[..., Any]]]) -> Iterator[None]:
     """Put each function in the place of its site, and the originals back, in reverse order."""
     undo: list[tuple[Any, str, bool, Any]] = []
+    _exchanging.acquire()
     try:
         for site, function in changes:
             for holder, attribute in site.holders:
                 own = vars(holder)
                 undo.append((holder, attribute, attribute in own, own.get(attribute)))
-                setattr(holder, attribute, function)
+                is_static = isinstance(own.get(attribute), staticmethod)
+                setattr(holder, attribute, staticmethod(function) if is_static else function)
         yield
     finally:
         for holder, attribute, had_own, before in reversed(undo):
@@ -79,6 +87,7 @@ def exchanged(changes: Sequence[tuple[Site, Callable[..., Any]]]) -> Iterator[No
                 setattr(holder, attribute, before)
             else:
                 delattr(holder, attribute)
+        _exchanging.release()
 
 
 def sites(module: torch.nn.Module | None, pattern: str) -> list[Site]:

@@ -17,8 +17,8 @@ import torch
 
 from bcg_core import backends
 from bcg_core.breaks import capture_in_progress
-from bcg_core.captured import CapturedCall
-from bcg_core.errors import CaptureError, ReplayError, UnsupportedError
+from bcg_core.captured import CapturedCall, WarmUpError
+from bcg_core.errors import CaptureError, UnsupportedError
 from bcg_core.plan import plans_for
 from bcg_core.signature import Call, HostTest, difference
 from bcg_core.stats import Stats
@@ -310,7 +310,9 @@ class GraphRunner:
         for plan in self._plans:
             try:
                 captured = self._capture_with(plan, call)
-            except (CaptureError, ReplayError, UnsupportedError, RuntimeError) as error:
+            except WarmUpError as error:
+                raise error.error from None
+            except Exception as error:
                 failure = failure or error
                 # The traceback's frames hold the static inputs and the half-made graph.
                 traceback.clear_frames(error.__traceback__)
