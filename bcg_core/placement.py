@@ -72,22 +72,21 @@ _exchanging = threading.RLock()
 def exchanged(changes: Sequence[tuple[Site, Callable[..., Any]]]) -> Iterator[None]:
     """Put each function in the place of its site, and the originals back, in reverse order."""
     undo: list[tuple[Any, str, bool, Any]] = []
-    _exchanging.acquire()
-    try:
-        for site, function in changes:
-            for holder, attribute in site.holders:
-                own = vars(holder)
-                undo.append((holder, attribute, attribute in own, own.get(attribute)))
-                is_static = isinstance(own.get(attribute), staticmethod)
-                setattr(holder, attribute, staticmethod(function) if is_static else function)
-        yield
-    finally:
-        for holder, attribute, had_own, before in reversed(undo):
-            if had_own:
-                setattr(holder, attribute, before)
-            else:
-                delattr(holder, attribute)
-        _exchanging.release()
+    with _exchanging:
+        try:
+            for site, function in changes:
+                for holder, attribute in site.holders:
+                    own = vars(holder)
+                    undo.append((holder, attribute, attribute in own, own.get(attribute)))
+                    is_static = isinstance(own.get(attribute), staticmethod)
+                    setattr(holder, attribute, staticmethod(function) if is_static else function)
+            yield
+        finally:
+            for holder, attribute, had_own, before in reversed(undo):
+                if had_own:
+                    setattr(holder, attribute, before)
+                else:
+                    delattr(holder, attribute)
 
 
 def sites(module: torch.nn.Module | None, pattern: str) -> list[Site]:

@@ -37,11 +37,9 @@ def plans_for(module: torch.nn.Module | None, breaks: str | Sequence[str]) -> li
     if isinstance(breaks, str) and breaks in WAYS:
         whole: Plan = partial(_at_patterns, module, own)
         attention: Plan = partial(_at_attention, module, own)
-        return {
-            "auto": [whole, attention],
-            "attention": [attention],
-            "none": [partial(_at_patterns, module, [])],
-        }[breaks]
+        unbroken: Plan = partial(_at_patterns, module, [])
+        ways = {"auto": [whole, attention], "attention": [attention], "none": [unbroken]}
+        return ways[breaks]
     if isinstance(breaks, str):
         raise UnsupportedError(
             f"breaks={breaks!r} is none of {', '.join(WAYS)}; give patterns as a list: "
