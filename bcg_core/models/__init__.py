@@ -21,9 +21,12 @@ def registered() -> Mapping[str, Adapter]:
 
 
 def adapter_for(module: Any) -> Adapter:
-    """The adapter of the module's class or of one that it derives from, else the generic one."""
+    """The adapter of the module's class or of one that it derives from, else the generic one.
+
+    Only of diffusers' classes: others of the same name take other arguments.
+    """
     by_name = registered()
     for kind in type(module).__mro__:
-        if kind.__name__ in by_name:
+        if kind.__name__ in by_name and kind.__module__.partition(".")[0] == "diffusers":
             return by_name[kind.__name__]
     return generic.ADAPTER

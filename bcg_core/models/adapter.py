@@ -28,3 +28,16 @@ class Adapter:
     breaks: tuple[PlacedBreak, ...] = ()
     at_text_length: Callable[[tuple[Any, ...], dict[str, Any], int], Arguments] | None = None
     source: str = ""
+
+
+def changed(
+    arguments: Arguments, position: int, name: str, change: Callable[[Any], Any]
+) -> Arguments:
+    """The call with one argument changed, given by place or by name; ``None`` is left alone."""
+    args, kwargs = arguments
+    if len(args) > position:
+        if args[position] is not None:
+            args = (*args[:position], change(args[position]), *args[position + 1 :])
+    elif kwargs.get(name) is not None:
+        kwargs = {**kwargs, name: change(kwargs[name])}
+    return args, kwargs

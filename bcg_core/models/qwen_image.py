@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bcg_core.models.adapter import Adapter
+from bcg_core.models.adapter import Adapter, changed
 from bcg_core.placement import PlacedBreak
+
+if TYPE_CHECKING:
+    from bcg_core.models.adapter import Arguments
+
+_TEXT = 1  # position of ``encoder_hidden_states`` in ``QwenImageTransformer2DModel.forward``
 
 
 @dataclass(frozen=True)
@@ -79,25 +84,47 @@ def text_lengths(
         )
     device = encoder_hidden_states.device
     meta = attention_mask_meta(encoder_hidden_states_mask)
+    positions = torch.arange(1, length + 1, device=device)
+    valid = (positions <= length - _attn_mask_meta_local_pad(meta)).repeat(batch, 1)
     if isinstance(meta, DynamicVarlenMaskMeta):
-        valid = torch.zeros(batch * length, dtype=torch.bool, device=device)
-        valid[meta.indices] = True
-        valid = valid.view(batch, length)
-        last = torch.where(valid, torch.arange(1, length + 1, device=device), 0).amax(dim=1)
-        return length, torch.where(last > 0, last, length), valid
-    tokens = length - _attn_mask_meta_local_pad(meta)
-    valid = (torch.arange(length, device=device) < tokens).expand(batch, length).contiguous()
-    return length, torch.full((batch,), tokens, device=device), valid
+        listed = torch.zeros_like(valid)
+        listed.view(-1)[meta.indices] = True
+        valid &= listed
+    last = torch.where(valid, positions, 0).amax(dim=1)
+    return length, torch.where(last > 0, last, length), valid
 
 
 def _has_mask(encoder_hidden_states: Any, encoder_hidden_states_mask: Any = None) -> bool:
     return encoder_hidden_states_mask is not None
 
 
+def at_text_length(args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> Arguments:
+    """The call with a text, and a mask if there is one, of ``length`` tokens.
+
+    The text is ``(batch, tokens, features)``, the mask ``(batch, tokens)``.
+    """
+
+    def resized(text: torch.Tensor) -> torch.Tensor:
+        return text.new_ones((text.shape[0], length, *text.shape[2:]))
+
+    arguments = changed((args, kwargs), _TEXT, "encoder_hidden_states", resized)
+    return changed(arguments, _TEXT + 1, "encoder_hidden_states_mask", resized)
+
+
 ADAPTER = Adapter(
     "qwen-image",
     module_classes=("QwenImageTransformer2DModel",),
-    pipeline_classes=("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageImg2ImgPipeline"),
+    pipeline_classes=(
+        "QwenImagePipeline",
+        "QwenImageImg2ImgPipeline",
+        "QwenImageInpaintPipeline",
+        "QwenImageEditPipeline",
+        "QwenImageEditInpaintPipeline",
+        "QwenImageEditPlusPipeline",
+        "QwenImageLayeredPipeline",
+        "QwenImageControlNetPipeline",
+        "QwenImageControlNetInpaintPipeline",
+    ),
     breaks=(
         PlacedBreak(
             "diffusers.models.transformers.transformer_qwenimage:compute_text_seq_len_from_mask",
@@ -105,6 +132,7 @@ ADAPTER = Adapter(
             when=_has_mask,
         ),
     ),
+    at_text_length=at_text_length,
     source=(
         "diffusers 0.42.1, transformer_qwenimage.py line 169: torch.as_tensor of a Python number; "
         "refused by a capture on an H200 with a text mask, captured whole without one."
