@@ -8,6 +8,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from bcg_core.cli.option_error import OptionError
+from bcg_core.cli.stderr import tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,9 +46,10 @@ def _failed(command: str, error: Exception) -> int:
         return _INTERRUPTED
     if os.environ.get("BCG_TRACEBACK") == "1":
         traceback.print_exc()
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRA:
+    missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing in _EXTRA:
         return _complain(
-            f"{command}: {error.name} is not installed; pip install 'pytest-bcg[diffusers]'", 1
+            f"{command}: {missing} is not installed; pip install 'pytest-bcg[diffusers]'", 1
         )
     return _complain(
         f"{command}: failed: {type(error).__name__}: {error} (BCG_TRACEBACK=1 shows where)", 1
@@ -55,12 +57,5 @@ def _failed(command: str, error: Exception) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    line = " ".join(text.split())
-    try:
-        from rich.console import Console
-    except ImportError:
-        print(line, file=sys.stderr)
-    else:
-        console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, markup=False)
-        console.print(line, style="red")
+    tell(text, "red")
     return code

@@ -19,6 +19,7 @@ from bcg_core.cli.request import (
     check_placement,
     check_request,
 )
+from bcg_core.cli.stderr import tell
 
 _DEFAULT = Request()
 _NEEDED = ("diffusers", "transformers", "safetensors", "PIL")
@@ -103,6 +104,12 @@ def generate(
     for package in _NEEDED:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    if not request.bcg and (request.breaks, request.text_buckets) != ("auto", ()):
+        tell(
+            "bcg generate: --bcg-breaks and --bcg-text-buckets do nothing without "
+            "--enable-breakable-cuda-graph",
+            "yellow",
+        )
     run(request, placement, Path(out), dump_file)
 
 

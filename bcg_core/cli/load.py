@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,9 +107,12 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     try:
-        return DiffusionPipeline.from_pretrained(
-            str(folder), torch_dtype=dtype, use_safetensors=True, local_files_only=True
-        )
+        with warnings.catch_warnings():
+            # The keyword's new name is not known to every diffusers that we support.
+            warnings.filterwarnings("ignore", ".*torch_dtype.*", FutureWarning)
+            return DiffusionPipeline.from_pretrained(
+                str(folder), torch_dtype=dtype, use_safetensors=True, local_files_only=True
+            )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

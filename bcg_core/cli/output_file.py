@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
 def check_writable(option: str, path: Path) -> None:
     """Refuse now what could not be written later; leaves nothing behind."""
-    if path.is_dir():
-        raise OptionError(option, f"{path} is a folder; name a file in it")
-    if path.exists() and not path.is_file():
-        raise OptionError(option, f"{path} is not a regular file; name another")
-    folder = path.parent
-    if not folder.is_dir():
-        raise OptionError(option, f"the folder {folder} does not exist; create it first")
     try:
+        if path.is_dir():
+            raise OptionError(option, f"{path} is a folder; name a file in it")
+        if path.exists() and not path.is_file():
+            raise OptionError(option, f"{path} is not a regular file; name another")
+        if not path.parent.is_dir():
+            raise OptionError(option, f"the folder {path.parent} does not exist; create it first")
         beside = _beside(path)
         beside.touch()
         beside.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -53,6 +54,8 @@ def make_picture(
     are, with capture and without. The pipeline is left as it was.
     """
     arguments = _arguments(pipe, request)
+    if request.bcg and os.environ.get("BCG_DISABLE") == "1":
+        say(f"{_PREFIX} turned off by BCG_DISABLE=1")
     captured: list[CaptureEvent] = []
     failures: list[str] = []
 
