@@ -13,7 +13,7 @@ from pytest_bcg.options import DEFAULT_REGISTRY
 
 _USAGE = 2
 
-app = typer.Typer(help="The suites of the registry.", no_args_is_help=True)
+app = typer.Typer(help="The suites of the registry.", no_args_is_help=True, add_completion=False)
 
 RegistryOption = Annotated[
     Path, typer.Option("--registry", metavar="PATH", help="The registry to read.")

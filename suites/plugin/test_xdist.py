@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -63,3 +67,28 @@ def test_a_usage_fault_is_told_once_and_without_a_traceback(pytester: pytest.Pyt
     output = result.stdout.str() + result.stderr.str()
     assert "unknown argument 'cout'" in output
     assert "Traceback" not in output
+
+
+def test_interrupting_the_controller_leaves_no_process(
+    pytester: pytest.Pytester,
+    neighbours: Callable[..., Path],
+    processes_left: Callable[[str], list[int]],
+) -> None:
+    file = neighbours(
+        "subprocess.Popen(['sleep', '4042'])\nopen('running', 'w').close()\ntime.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=pytester.path,
+    )
+    while not (pytester.path / "running").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "KeyboardInterrupt" in output
+    assert processes_left("sleep 4042") == []
+    assert processes_left(str(file)) == []
