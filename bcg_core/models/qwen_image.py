@@ -53,7 +53,7 @@ def attention_mask_meta(mask: torch.Tensor | None) -> MaskMeta:
     shortest, longest = int(counts.min()), int(counts.max())
     if shortest == length:
         return None
-    if shortest == longest and shortest > 0 and bool(valid[:, :shortest].all()):
+    if shortest == longest and bool(valid[:, :shortest].all()):
         return {"local_pad": length - shortest}
     starts = torch.zeros(batch + 1, dtype=torch.int32, device=mask.device)
     starts[1:] = counts.cumsum(0)
