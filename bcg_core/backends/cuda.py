@@ -52,6 +52,18 @@ class CUDAPool(PoolLock):
         # A handle that the allocator does not know (yet) answers with all of its segments.
         return [s for s in found if tuple(s.get("segment_pool_id", ())) == self._handle]
 
+    def fill(self, byte: int) -> int:
+        """Overwrite all memory that the pool has reserved; returns the number of bytes.
+
+        A replay after it shows whether the graph reads anything that it does not write first.
+        """
+        filled = 0
+        for segment in self.segments():
+            memory = _Memory(segment["address"], segment["total_size"])
+            torch.as_tensor(memory, device=f"cuda:{segment['device']}").fill_(byte)
+            filled += segment["total_size"]
+        return filled
+
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """As :class:`PoolLock`, and in order on the device: the lock alone orders only the CPU."""

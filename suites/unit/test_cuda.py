@@ -36,24 +36,6 @@ def memory() -> tuple[int, int]:
     return torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
 
 
-def fill_pool(pool: CUDAPool, byte: int) -> int:
-    """Overwrite every byte that the pool has reserved; returns how many."""
-    filled = 0
-    for segment in pool.segments():
-
-        class Memory:
-            __cuda_array_interface__ = {
-                "shape": (segment["total_size"],),
-                "typestr": "|u1",
-                "data": (segment["address"], False),
-                "version": 3,
-            }
-
-        torch.as_tensor(Memory(), device="cuda").fill_(byte)
-        filled += segment["total_size"]
-    return filled
-
-
 def test_ownership_is_read_from_the_allocators_snapshot():
     """Both cases: an intermediate of the capture is the pool's, a tensor from outside is not."""
     outside = numbers(64)
@@ -120,7 +102,7 @@ def test_replay_is_exact_with_the_whole_pool_overwritten_before():
     for byte in (0xFF, 0x00, 0x7F):
         x = numbers(16, 64)
         assert isinstance(runner._pool, CUDAPool)
-        assert fill_pool(runner._pool, byte) > 0
+        assert runner._pool.fill(byte) == runner.stats.pool_bytes
         assert torch.equal(runner(x), net(x))
     assert runner.stats.replays == 3
 
