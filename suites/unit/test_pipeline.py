@@ -172,7 +172,7 @@ def test_what_cannot_be_captured_faithfully_is_refused_by_name(tiny_pipeline: An
     with pytest.raises(EnableError, match=r"offloaded \(submodule layers.0 .*AlignDevicesHook"):
         enable(tiny_pipeline)
     del transformer.layers[0]._hf_hook
-    with pytest.raises(EnableError, match="is compiled by torch.compile"):
+    with pytest.raises(EnableError, match=r"is compiled by torch.compile"):
         enable(torch.compile(torch.nn.Linear(2, 2)))
     with pytest.raises(EnableError, match="neither a module nor a diffusers pipeline"):
         enable(object())
@@ -183,7 +183,7 @@ def test_cache_hook_is_refused_by_name():
 
     module = entry("flux").build()
     module.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    with pytest.raises(EnableError, match="diffusers' hook '.*' on submodule"):
+    with pytest.raises(EnableError, match=r"diffusers' hook '.*' on submodule"):
         enable(module)
 
 
