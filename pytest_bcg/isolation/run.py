@@ -32,6 +32,11 @@ class Run:
         self._phase_began = time.time()
         self._printed: list[tuple[str, str]] = []
 
+    def begin(self) -> None:
+        """Start the test's clock: its process is there and is told to run it now."""
+        self._began = time.monotonic()
+        self._phase_began = time.time()
+
     @property
     def deadline(self) -> Deadline | None:
         """When the watchdog ends the process: the test's own limit and the grace beyond it."""

@@ -163,6 +163,7 @@ class Isolation:
         if test not in serving.tests:
             why = serving.uncollected or "it was collected here, and not there"
             raise ProcessDeathError(f"did not find {test}: {why}")
+        run.begin()
         process.send(
             {
                 "do": "run",
