@@ -1,7 +1,7 @@
 """Breaks placed on a module, and on functions that it calls, without editing either.
 
-They are attributes exchanged for the length of a capture and put back exactly as they were.
-Outside a capture a placed break is a plain call, so that other threads notice nothing.
+They are attributes exchanged for the length of a capture, for the thread that captures, and put
+back exactly as they were.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import difflib
 import fnmatch
 import importlib
 import sys
-import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bcg_core.breaks import breaking
 from bcg_core.errors import UnsupportedError
+from bcg_core.interception import callable_at, intercepted, original_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +36,9 @@ class PlacedBreak:
     pattern: str
     replacement: Callable[..., Any] | None = None
     when: Callable[..., bool] | None = None
+
+
+HELP = "; name a function as package.module:function or package.module:Class.method"
 
 
 class Site(NamedTuple):
@@ -63,30 +66,14 @@ def placed(
         yield [site.name for site, _ in wrapped]
 
 
-# Two threads that exchanged and restored the same attribute in turn would put each other's
-# function back: one at a time.
-_exchanging = threading.RLock()
-
-
 @contextmanager
 def exchanged(changes: Sequence[tuple[Site, Callable[..., Any]]]) -> Iterator[None]:
-    """Put each function in the place of its site, and the originals back, in reverse order."""
-    undo: list[tuple[Any, str, bool, Any]] = []
-    with _exchanging:
-        try:
-            for site, function in changes:
-                for holder, attribute in site.holders:
-                    own = vars(holder)
-                    undo.append((holder, attribute, attribute in own, own.get(attribute)))
-                    is_static = isinstance(own.get(attribute), staticmethod)
-                    setattr(holder, attribute, staticmethod(function) if is_static else function)
-            yield
-        finally:
-            for holder, attribute, had_own, before in reversed(undo):
-                if had_own:
-                    setattr(holder, attribute, before)
-                else:
-                    delattr(holder, attribute)
+    """Put each function in the place of its site for this thread, and take them off in reverse."""
+    with ExitStack() as stack:
+        for site, function in changes:
+            for holder, attribute in site.holders:
+                stack.enter_context(intercepted(holder, attribute, function))
+        yield
 
 
 def sites(module: torch.nn.Module | None, pattern: str) -> list[Site]:
@@ -98,65 +85,75 @@ def sites(module: torch.nn.Module | None, pattern: str) -> list[Site]:
             f"pattern {pattern!r} names submodules, and a plain function has none; use "
             "package.module:function"
         )
-    paths = {path: submodule for path, submodule in module.named_modules() if path}
-    found = [
-        path
-        for path, submodule in paths.items()
-        if type(submodule).__name__ == pattern or fnmatch.fnmatchcase(path, pattern)
-    ]
+    # A shared submodule is found under each of its paths, and broken once.
+    paths = {path: part for path, part in module.named_modules(remove_duplicate=False) if path}
+    found = {
+        id(part): (path, part)
+        for path, part in reversed(paths.items())
+        if type(part).__name__ == pattern or fnmatch.fnmatchcase(path, pattern)
+    }
     if not found:
-        names = [*paths, *{type(submodule).__name__ for submodule in paths.values()}]
+        names = [*paths, *{type(part).__name__ for part in paths.values()}]
         raise UnsupportedError(
             f"break pattern {pattern!r} matches no submodule of {type(module).__name__} by path "
             f"or class{_near(pattern, names)}"
         )
-    return [submodule_site(path, paths[path]) for path in found]
+    return [submodule_site(path, part) for path, part in reversed(found.values())]
 
 
 def submodule_site(path: str, submodule: torch.nn.Module) -> Site:
     """The ``forward`` of a submodule."""
-    return Site(path, submodule.forward, ((submodule, "forward"),))
+    return Site(path, original_of(submodule.forward), ((submodule, "forward"),))
 
 
 def _function_site(pattern: str) -> Site:
     module_name, _, path = pattern.partition(":")
     try:
         holder: Any = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         raise UnsupportedError(
-            f"break pattern {pattern!r}: {module_name} cannot be imported ({error})"
+            f"break pattern {pattern!r}: module {module_name!r} cannot be imported ({error}){HELP}"
         ) from error
     *classes, attribute = path.split(".")
     for name in classes:
-        holder = _attribute(holder, name, pattern)
-    function = _attribute(holder, attribute, pattern)
-    if not callable(function):
-        raise UnsupportedError(f"break pattern {pattern!r} names something that is not callable")
-    holders = [(holder, attribute)]
-    if not classes:
-        holders += importers(attribute, function, module_name)
-    return Site(pattern, function, tuple(holders))
+        holder = _found(pattern, holder, name, getattr)
+    if classes and not isinstance(holder, type):
+        raise UnsupportedError(f"break pattern {pattern!r}: {classes[-1]} is no class{HELP}")
+    _, function = _found(pattern, holder, attribute, callable_at)
+    if isinstance(function, type) or not callable(function):
+        what = "a class" if isinstance(function, type) else f"a {type(function).__name__}"
+        raise UnsupportedError(f"break pattern {pattern!r} names {what}, not a function{HELP}")
+    if isinstance(holder, type):
+        return Site(pattern, function, ((holder, attribute),))
+    aliases = importers(attribute, function, module_name)
+    return Site(pattern, function, ((holder, attribute), *aliases))
 
 
-def importers(name: str, function: Any, origin: str) -> list[tuple[Any, str]]:
-    """The modules besides ``origin`` that hold the function under its name; torch's own are not
-    touched, since torch looks functions up by identity."""
-    return [
-        (module, name)
-        for module_name, module in list(sys.modules.items())
-        if module_name != origin
-        and not module_name.startswith("torch.")
-        and getattr(module, "__dict__", {}).get(name) is function
-    ]
+def importers(name: str, function: Any, origin: str) -> Iterator[tuple[Any, str]]:
+    """The other attributes of imported modules that hold the function.
+
+    In the packages of others it is looked for under its own name alone, since there are tens of
+    thousands of names. Torch's own modules are not touched: torch looks functions up by identity.
+    """
+    package = origin.partition(".")[0]
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("torch."):
+            continue
+        namespace = getattr(module, "__dict__", {})
+        same_package = module_name.partition(".")[0] == package
+        for alias in list(namespace) if same_package else [name]:
+            at_origin = module_name == origin and alias == name
+            if not at_origin and original_of(namespace.get(alias)) is function:
+                yield module, alias
 
 
-def _attribute(holder: Any, name: str, pattern: str) -> Any:
+def _found(pattern: str, holder: Any, name: str, look_up: Callable[[Any, str], Any]) -> Any:
     try:
-        return getattr(holder, name)
+        return look_up(holder, name)
     except AttributeError:
         raise UnsupportedError(
-            f"break pattern {pattern!r}: {getattr(holder, '__name__', holder)} has no "
-            f"{name!r}{_near(name, dir(holder))}"
+            f"break pattern {pattern!r} matches nothing: {getattr(holder, '__name__', holder)} has "
+            f"no {name!r}{_near(name, dir(holder))}"
         ) from None
 
 

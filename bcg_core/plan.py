@@ -31,6 +31,7 @@ def plans_for(module: torch.nn.Module | None, breaks: str | Sequence[str]) -> li
     """The plans to try in order until one captures.
 
     ``"auto"``: the adapter's breaks and else whole; if that is refused, broken at attention, too.
+    The adapter's breaks are there with all but ``"none"``: the model cannot be captured without.
     Raises :class:`UnsupportedError` for patterns that match nothing.
     """
     own = _placeable(adapter_for(module).breaks)
@@ -47,7 +48,7 @@ def plans_for(module: torch.nn.Module | None, breaks: str | Sequence[str]) -> li
         )
     for pattern in breaks:
         sites(module, pattern)
-    return [partial(_at_patterns, module, list(breaks))]
+    return [partial(_at_patterns, module, [*own, *breaks])]
 
 
 @contextmanager

@@ -23,39 +23,54 @@ FUNCTIONS = (
 
 
 class Attention:
-    """What one forward met: attention functions, and processors that called none of them."""
+    """What the forwards of one thread met: each attention call counted once, by its pattern.
+
+    ``functions``: calls of attention functions, without those that another one made. ``silent``:
+    calls of modules that have a processor and that met no other attention.
+    """
 
     def __init__(self) -> None:
         self.functions: dict[str, int] = {}
         self.silent: dict[str, int] = {}
-        self._open: list[list[bool]] = []
+        # For each module with a processor that is running: has it met attention yet?
+        self._met: list[bool] = []
+        self._in_function = False
 
     @property
     def patterns(self) -> list[str]:
         """Break patterns, each as small as it can be: a function rather than its processor."""
         return [*self.functions, *self.silent]
 
+    def _count(self, counts: dict[str, int], name: str) -> None:
+        counts[name] = counts.get(name, 0) + 1
+        if self._met:
+            self._met[-1] = True
+
     def _watch_function(self, site: Site) -> Callable[..., Any]:
         @functools.wraps(site.function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self.functions[site.name] = self.functions.get(site.name, 0) + 1
-            for met in self._open:
-                met[0] = True
-            return site.function(*args, **kwargs)
+            if self._in_function:
+                return site.function(*args, **kwargs)
+            self._count(self.functions, site.name)
+            self._in_function = True
+            try:
+                return site.function(*args, **kwargs)
+            finally:
+                self._in_function = False
 
         return watched
 
     def _watch_processor(self, site: Site) -> Callable[..., Any]:
         @functools.wraps(site.function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            met = [False]
-            self._open.append(met)
+            self._met.append(False)
             try:
                 return site.function(*args, **kwargs)
             finally:
-                self._open.pop()
-                if not met[0]:
-                    self.silent[site.name] = self.silent.get(site.name, 0) + 1
+                if not self._met.pop():
+                    self._count(self.silent, site.name)
+                elif self._met:
+                    self._met[-1] = True
 
         return watched
 
