@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _LINUX_SET_PARENT_DEATH_SIGNAL = 1
+_SOUND = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 # Options that select, stop, repeat or print: the parent has done so, or does.
 _PARENT_ALONE: dict[str, object] = {
     "bcg_isolate": "none",
@@ -34,9 +35,11 @@ _PARENT_ALONE: dict[str, object] = {
     "failedfirst": False,
     "keyword": "",
     "lf": False,
+    "log_file_mode": "a",
     "markexpr": "",
     "maxfail": 0,
     "newfirst": False,
+    "pastebin": None,
     "stepwise": False,
     "stepwise_skip": False,
     "xmlpath": None,
@@ -52,7 +55,8 @@ def main(arguments: Sequence[str]) -> None:
     plugin = Child(Channel(sock), token, file, captured=captured == "1")
     code = pytest.main(rest, plugins=[plugin])
     # What the tests did is in their reports: only a session that broke down is told by the code.
-    sys.exit(0 if plugin.finished else int(code) or 1)
+    sound = plugin.finished and code in _SOUND
+    sys.exit(0 if sound else int(code) or 1)
 
 
 class Child:

@@ -190,6 +190,21 @@ def test_an_exit_that_never_comes_is_laid_to_the_last_test(
     result.stdout.fnmatch_lines(["*had not exited within 0.5 s (bcg_exit_timeout)*test_last"])
 
 
+def test_a_session_that_breaks_down_at_its_end_is_laid_to_the_last_test(
+    pytester: pytest.Pytester, neighbours: Callable[..., Path]
+) -> None:
+    pytester.makeconftest(
+        "import os\n"
+        "def pytest_sessionfinish():\n"
+        "    assert 'PYTEST_BCG_PROCESS' not in os.environ, 'broken hook'\n"
+    )
+    neighbours("pass")
+    result = pytester.runpytest("-rA")
+    result.assert_outcomes(passed=3, errors=1)
+    result.stdout.fnmatch_lines(["*exited with code 3, after its last test *::test_last"])
+    result.stdout.fnmatch_lines(["*broken hook*"])
+
+
 HANGS = {
     "ignoring SIGTERM": (
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGTERM])\n"

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+# How long the children sleep that must not be left: told by it from any other process.
+TAG = str(4_000_000 + os.getpid())
+
 
 @pytest.fixture
 def two_files(pytester: pytest.Pytester) -> None:
@@ -381,7 +384,9 @@ def test_interrupting_kills_the_children(
     neighbours: Callable[..., Path],
     processes_left: Callable[[str], list[int]],
 ) -> None:
-    neighbours("subprocess.Popen(['sleep', '4041'])\nopen('running', 'w').close()\ntime.sleep(60)")
+    neighbours(
+        f"subprocess.Popen(['sleep', '{TAG}'])\nopen('running', 'w').close()\ntime.sleep(60)"
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
         stdout=subprocess.PIPE,
@@ -397,7 +402,7 @@ def test_interrupting_kills_the_children(
     assert process.returncode == 2
     assert "KeyboardInterrupt" in output
     assert "1 passed" in output.splitlines()[-1]
-    assert processes_left("sleep 4041") == []
+    assert processes_left(f"sleep {TAG}") == []
     assert processes_left(str(pytester.path / "test_it.py")) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,9 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+# How long the children sleep that must not be left: told by it from any other process.
+TAG = str(5_000_000 + os.getpid())
 
 
 def test_deaths_take_no_worker_along(
@@ -75,7 +79,7 @@ def test_interrupting_the_controller_leaves_no_process(
     processes_left: Callable[[str], list[int]],
 ) -> None:
     file = neighbours(
-        "subprocess.Popen(['sleep', '4042'])\nopen('running', 'w').close()\ntime.sleep(60)"
+        f"subprocess.Popen(['sleep', '{TAG}'])\nopen('running', 'w').close()\ntime.sleep(60)"
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider"],
@@ -90,5 +94,5 @@ def test_interrupting_the_controller_leaves_no_process(
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 2
     assert "KeyboardInterrupt" in output
-    assert processes_left("sleep 4042") == []
+    assert processes_left(f"sleep {TAG}") == []
     assert processes_left(str(file)) == []
