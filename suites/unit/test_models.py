@@ -233,10 +233,10 @@ class Processor(nn.Module):
     "processor", [linear_attention, partial(linear_attention), Processor()], ids=str
 )
 def test_a_processor_that_calls_no_attention_function_is_a_site(
-    processor: Callable[..., Any], bcg_capture: Capture
+    processor: Callable[..., Any], bcg_capture: Capture, bcg_device: torch.device
 ):
     module = nn.Sequential(Written(processor), Written(dot_product_attention))
-    x = torch.randn(1, 3, 4)
+    x = torch.randn(1, 3, 4, device=bcg_device)
     with observed(module) as seen:
         expected = module(x)
     assert seen.silent == {"0": 1}

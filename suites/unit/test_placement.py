@@ -420,6 +420,7 @@ def test_threads_that_capture_a_module_and_a_part_of_it_do_not_wait_for_each_oth
 def test_a_placed_break_is_captured_and_replayed(bcg_capture: Capture, bcg_device: torch.device):
     module = net(bcg_device)
     x = torch.randn(2, 4, device=bcg_device)
+    module(x)
     with placed(module, ["layers.*.attention"]), torch.no_grad():
         graph, output = bcg_capture(module, x)
     assert graph.breaks == 3
