@@ -230,7 +230,9 @@ class Processor(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "processor", [linear_attention, partial(linear_attention), Processor()], ids=str
+    "processor",
+    [linear_attention, partial(linear_attention), Processor()],
+    ids=["function", "partial", "module"],
 )
 def test_a_processor_that_calls_no_attention_function_is_a_site(
     processor: Callable[..., Any], bcg_capture: Capture, bcg_device: torch.device
