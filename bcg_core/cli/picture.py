@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bcg_core.cli.option_error import OptionError
-from bcg_core.errors import EnableError
+from bcg_core.errors import EnableError, UnsupportedError
+from bcg_core.models import adapter_for
 from bcg_core.perf import Timeline, environment, timed_stages
 from bcg_core.pipeline import denoisers, enable
 
@@ -73,6 +74,7 @@ def make_picture(
     with ExitStack() as stack:
         session = None
         if request.bcg:
+            _check_buckets(pipe, request)
             try:
                 session = stack.enter_context(
                     enable(
@@ -87,7 +89,9 @@ def make_picture(
                 )
             except EnableError as error:
                 raise OptionError("--enable-breakable-cuda-graph", str(error)) from error
-        timeline = stack.enter_context(timed_stages(pipe, _timed(pipe), device, on_step))
+            except UnsupportedError as error:
+                raise OptionError("--bcg-breaks", str(error)) from error
+        timeline = stack.enter_context(timed_stages(pipe, _denoisers(pipe), device, on_step))
         began = time.perf_counter()
         image = pipe(**arguments).images[0]
         seconds = time.perf_counter() - began
@@ -128,11 +132,21 @@ def _breaks(request: Request) -> str | list[str]:
     return request.breaks if isinstance(request.breaks, str) else list(request.breaks)
 
 
-def _timed(pipe: Any) -> dict[str, torch.nn.Module]:
+def _denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
     try:
         return denoisers(pipe)
     except EnableError:
         return {}
+
+
+def _check_buckets(pipe: Any, request: Request) -> None:
+    for name, module in _denoisers(pipe).items():
+        if request.text_buckets and adapter_for(module).at_text_length is None:
+            raise OptionError(
+                "--bcg-text-buckets",
+                f"it is not known where {name} ({type(module).__name__}) takes its caption; leave "
+                "the option out, and each length is captured when it first comes",
+            )
 
 
 def _summary(stats: Stats) -> str:
@@ -149,6 +163,7 @@ def _summary(stats: Stats) -> str:
 def _arguments(pipe: Any, request: Request) -> dict[str, Any]:
     """The call's keywords; an option that this pipeline does not have is refused by name."""
     takes = inspect.signature(pipe.__call__).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in takes.values())
     arguments: dict[str, Any] = {}
     for option, name, value in (
         ("--prompt", "prompt", request.prompt),
@@ -161,7 +176,7 @@ def _arguments(pipe: Any, request: Request) -> dict[str, Any]:
     ):
         if value is None:
             continue
-        if name not in takes:
+        if name not in takes and not takes_any:
             raise OptionError(
                 option,
                 f"a {type(pipe).__name__} takes no {name}; leave the option out, or use "

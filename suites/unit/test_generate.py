@@ -14,7 +14,7 @@ import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -428,6 +428,25 @@ def test_a_compiled_denoiser_is_refused_by_the_flags_name(
     monkeypatch.setattr(tiny, "tiny_pipeline", compiled)
     option = "--enable-breakable-cuda-graph"
     assert "compiled" in refused(capsys, option, option, *SMALL)
+
+
+@pytest.mark.parametrize("pattern", ["nothing.*", "os:nope"])
+def test_a_pattern_that_places_no_break_is_refused(
+    pattern: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--enable-breakable-cuda-graph", "--bcg-breaks", pattern, *SMALL)
+    assert pattern in refused(capsys, "--bcg-breaks: ", *flags)
+
+
+def test_buckets_for_a_model_without_an_adapter_are_refused(bcg_device: torch.device) -> None:
+    class Unknown:
+        components: ClassVar[dict[str, Any]] = {"transformer": torch.nn.Linear(1, 1)}
+
+        def __call__(self, **options: Any) -> None: ...
+
+    asked = Request(bcg=True, text_buckets=(64,))
+    with pytest.raises(picture.OptionError, match=r"--bcg-text-buckets: .*Linear"):
+        make_picture(Unknown(), asked, bcg_device)
 
 
 def test_an_option_that_the_pipeline_lacks_is_refused(bcg_device: torch.device) -> None:
