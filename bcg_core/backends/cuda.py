@@ -220,8 +220,12 @@ class CUDARecorder:
 
     def __exit__(self, *exception: object) -> None:
         self._reads.active = False
-        self._stack.close()
-        self._kept.clear()
+        try:
+            if exception[0] is not None:
+                self._heal_generators()
+        finally:
+            self._stack.close()
+            self._kept.clear()
 
     def begin_segment(self) -> None:
         graph = self._new_graph()
@@ -247,7 +251,7 @@ class CUDARecorder:
             try:
                 graph.capture_end()
             except RuntimeError as error:
-                self._repair()
+                self._release_allocator()
                 raise self._refusal("the capture was invalidated at or before", error) from error
         if any("graph is empty" in str(w.message).lower() for w in caught):
             self._kept.append(graph)
@@ -277,26 +281,34 @@ class CUDARecorder:
                 graph.capture_end()
                 graph.reset()
             except RuntimeError:
-                self._repair()
+                self._release_allocator()
 
-    def _repair(self) -> None:
-        """Undo what torch leaves behind when a capture ends in an error.
-
-        The allocator keeps routing to the pool, and the generators stay in capture mode, so that
-        the next eager random number raises; of all that was tried (torch 2.11) only the end of a
-        capture that succeeds brings them out of it. Their former states are put back by the
-        recorder's exit.
-        """
+    def _release_allocator(self) -> None:
+        """After a capture that ended in an error the allocator keeps routing to the pool."""
         index = self._device.index or 0
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, self._pool.handle)
             torch._C._cuda_releasePool(index, self._pool.handle)
         torch.cuda.synchronize(self._device)
-        graph = self._new_graph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        torch.empty(1, device=self._device).zero_()
-        graph.capture_end()
-        graph.reset()
+
+    def _heal_generators(self) -> None:
+        """Bring generators out of capture mode, in which a broken capture can leave them.
+
+        There the next eager random number raises, and of all that was tried (torch 2.11) only
+        the end of a capture that succeeds helps. Whether it is needed is seen by drawing; their
+        former states are put back by the caller.
+        """
+        for _ in range(2):
+            try:
+                for generator in (None, *self._generators):
+                    torch.rand(1, device=self._device, generator=generator)
+                return
+            except RuntimeError:
+                graph = self._new_graph()
+                graph.capture_begin(capture_error_mode="thread_local")
+                torch.empty(1, device=self._device).zero_()
+                graph.capture_end()
+                graph.reset()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         if not tensor.is_cuda or tensor.layout is not torch.strided:
