@@ -24,7 +24,10 @@ SIZE, BAR, GAP = 256, 34, 12
 def paint(pipe: Any, seed: int) -> Image.Image:
     generator = torch.Generator().manual_seed(seed)
     picture: Image.Image = pipe(
-        "a lighthouse on a cliff at dawn", height=SIZE, width=SIZE, num_inference_steps=8,
+        "a lighthouse on a cliff at dawn",
+        height=SIZE,
+        width=SIZE,
+        num_inference_steps=8,
         generator=generator,
     ).images[0]
     return picture

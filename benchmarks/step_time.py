@@ -108,7 +108,7 @@ def main() -> None:
     for result in results:
         print(f"{result['size']}²: {result['segments']} segments, exact {result['bit_exact']}")
         for name, ms in result["median_ms"].items():
-            print(f"  {name:34} {ms:8.2f} ms  {result['eager_over'][name]:5.2f} × eager")
+            print(f"  {name:34} {ms:8.2f} ms  {result['eager_over'][name]:5.2f} x eager")
     if options.out is not None:
         record = {"environment": environment(torch.device("cuda")), "results": results}
         options.out.write_text(json.dumps(record, indent=1) + "\n")

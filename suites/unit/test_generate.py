@@ -275,10 +275,10 @@ def test_text_to_image_pipelines_pass_and_give_their_size_rule(
     assert (found.class_name, found.multiple) == (class_name, 16)
 
 
-def test_a_refusal_is_quick_and_needs_neither_diffusers_nor_transformers() -> None:
+def test_a_refusal_is_quick_and_needs_neither_torch_nor_diffusers() -> None:
     program = (
         "import sys\nfrom bcg_core.cli import main\ncode = main(sys.argv[1:])\n"
-        "print([m for m in ('diffusers', 'transformers', 'PIL') if m in sys.modules])\n"
+        "print([m for m in ('torch', 'diffusers', 'PIL') if m in sys.modules])\n"
         "sys.exit(code)"
     )
     arguments = ["generate", "--width", "100"]
