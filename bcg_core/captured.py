@@ -186,10 +186,9 @@ class CapturedCall:
         generators = tuple(g for g in call.leaves if isinstance(g, torch.Generator))
         for generator in generators:
             self.graph.register_generator_state(generator)
-        device = call.leaves[call.device_leaves[0]].device if call.device_leaves else None
         self.static = StaticInputs(call)
         with ExitStack() as stack:
-            stack.enter_context(preserved(generators, device))
+            stack.enter_context(preserved(generators, call.device))
             stack.enter_context(buffers_preserved(module))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())

@@ -260,7 +260,7 @@ class GraphRunner:
                     f"backend 'simulated' and tensors on {device}; use backend='cuda' or 'auto'"
                 )
             test = HostTest(self._host_inputs, on_cuda, self._parameters)
-            return Call(args, kwargs, test), ""
+            return Call(args, kwargs, test, device), ""
         except UnsupportedError as error:
             return None, str(error)
 
@@ -281,10 +281,8 @@ class GraphRunner:
         return tensors[0].device if tensors else None
 
     def _on_device(self, call: Call) -> AbstractContextManager[Any]:
-        for index in call.device_leaves:
-            if call.leaves[index].is_cuda:
-                return torch.cuda.device(call.leaves[index].device)
-        return nullcontext()
+        on_cuda = call.device is not None and call.device.type == "cuda"
+        return torch.cuda.device(call.device) if on_cuda else nullcontext()
 
     def _replay(self, captured: CapturedCall, call: Call) -> Any:
         assert self._pool is not None

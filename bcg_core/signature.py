@@ -50,7 +50,14 @@ class Signature(NamedTuple):
 class Call:
     """One call of a module, taken apart."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_host: HostTest) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        on_host: HostTest,
+        device: torch.device | None = None,
+    ) -> None:
+        self.device = device
         self.arguments = (args, kwargs)
         self.leaves: list[Any] = []
         self.structure = flatten(self.arguments, self.leaves)

@@ -265,6 +265,24 @@ def test_plain_function_and_module_without_parameters(bcg_backend: str, bcg_devi
     assert runner.stats.replays == 1
 
 
+def test_call_without_tensors_draws_what_eager_draws(bcg_backend: str, bcg_device: torch.device):
+    class Noise(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(4, device=bcg_device), False)
+
+        def forward(self, rows: int) -> torch.Tensor:
+            return torch.randn(rows, 4, device=bcg_device) * self.scale
+
+    module = Noise()
+    torch.manual_seed(2)
+    expected = [module(3) for _ in range(3)]
+    runner = GraphRunner(module, backend=bcg_backend)
+    torch.manual_seed(2)
+    assert all(torch.equal(runner(3), one) for one in expected)
+    assert runner.stats.replays == 2
+
+
 def test_error_of_the_module_itself_is_the_callers(bcg_backend: str, bcg_device: torch.device):
     class Wrong(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
