@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _python_dispatch as dispatch_modes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bcg_core.errors import CaptureError, CaptureRefusedError, UseAfterFreeError
@@ -124,10 +125,9 @@ class SimulatedRecorder:
             stack.enter_context(preserved(self._generators))
             stack.callback(setattr, self._arena, "on_free", self._arena.on_free)
             self._arena.on_free = self._on_free
-            depth = _mode_depth()
-            stack.callback(_check_modes, depth)
             stack.enter_context(HostAccess(lambda: self.recording, self._refuse))
             stack.enter_context(DeviceMode(self._heap, self))
+            stack.callback(_restore_modes, dispatch_modes._get_current_dispatch_mode_stack())
             self._stack = stack.pop_all()
         return self
 
@@ -336,14 +336,17 @@ def _run_many(
     copy_all(run(*args, **kwargs), outs)
 
 
-def _mode_depth() -> int:
-    return torch._C._len_torch_dispatch_stack()
-
-
-def _check_modes(depth: int) -> None:
-    now = _mode_depth()
-    if now != depth:
-        raise CaptureError(
-            f"the code inside the capture left {now - depth:+d} dispatch modes behind; leave each "
-            "mode in the block that entered it"
-        )
+def _restore_modes(modes: list[TorchDispatchMode]) -> None:
+    """Make ``modes`` the stack of dispatch modes again, or our own could not leave it."""
+    found = dispatch_modes._get_current_dispatch_mode_stack()
+    if found == modes:
+        return
+    for _ in found:
+        dispatch_modes._pop_mode()
+    for mode in modes:
+        dispatch_modes._push_mode(mode)
+    names = ", ".join(type(mode).__name__ for mode in found) or "none"
+    raise CaptureError(
+        f"the code inside the capture changed the stack of dispatch modes (it left: {names}); "
+        "leave each mode in the block that entered it"
+    )

@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+)
 
 from bcg_core import BreakableCUDAGraph, BreakableCUDAGraphCapture, break_graph, eager_on_graph
 from bcg_core.errors import CaptureError, CaptureRefusedError, UseAfterFreeError
@@ -267,21 +271,31 @@ def test_result_of_another_graph_of_the_pool_is_held_by_its_reader():
     assert output.tolist() == [3.0] * 8
 
 
-def test_a_mode_left_behind_is_reported():
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return f(*args, **(kwargs or {}))
+class PassThrough(TorchDispatchMode):
+    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return f(*args, **(kwargs or {}))
 
-    mode = Mode()
 
+def test_a_mode_left_behind_is_reported_and_taken_down():
     def body(x: torch.Tensor) -> torch.Tensor:
-        mode.__enter__()
+        PassThrough().__enter__()
         return x + 1
 
-    with pytest.raises(CaptureError, match="dispatch mode"):
+    with pytest.raises(CaptureError, match="left: DeviceMode, PassThrough"):
         capture(body, torch.ones(4))
-    while torch._C._len_torch_dispatch_stack():
-        mode.__exit__(None, None, None)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_mode_taken_away_by_the_body_is_reported_and_put_back():
+    def body(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        _pop_mode()
+        return y
+
+    with PassThrough() as mode:
+        with pytest.raises(CaptureError, match="left: PassThrough"):
+            capture(body, torch.ones(4))
+        assert _get_current_dispatch_mode_stack() == [mode]
 
 
 def test_breaks_follow_each_other_and_empty_segments_are_dropped():
