@@ -335,6 +335,40 @@ def test_replays_of_changed_inputs_equal_eager(
 
 
 @needs_diffusers
+def test_results_stay_as_they_are_while_the_graph_goes_on(
+    bcg_backend: str, bcg_device: torch.device
+):
+    model = entry("flux")
+    module = model.build(bcg_device)
+    runner = GraphRunner(module, "attention", backend=bcg_backend)
+    with torch.no_grad():
+        results = [runner(**model.inputs(seed, bcg_device))[0] for seed in range(4)]
+        expected = [module(**model.inputs(seed, bcg_device))[0] for seed in range(4)]
+    assert runner.stats.replays == 3
+    assert all(torch.equal(one, other) for one, other in zip(results, expected))
+
+
+@needs_diffusers
+@pytest.mark.parametrize(
+    ("name", "function", "count"),
+    [
+        ("flux", "dispatch_attention_fn ", 2),
+        ("sd3", "scaled_dot_product_attention ", 4),
+        ("sana", "Attention.forward ", 2),
+    ],
+)
+def test_breaks_at_attention_are_named_after_the_function_that_runs(
+    name: str, function: str, count: int, bcg_backend: str, bcg_device: torch.device
+):
+    model = entry(name)
+    runner = GraphRunner(model.build(bcg_device), "attention", backend=bcg_backend)
+    with torch.no_grad():
+        assert runner.capture(**model.inputs(0, bcg_device))
+    names = runner.break_names()
+    assert sum(function in one for one in names) == count, names
+
+
+@needs_diffusers
 def test_patterns_come_with_the_breaks_that_the_model_needs(
     bcg_backend: str, bcg_device: torch.device
 ):
