@@ -85,6 +85,7 @@ def test_registered_classes_exist_in_diffusers():
     for adapter in registered().values():
         for name in (*adapter.module_classes, *adapter.pipeline_classes):
             assert isinstance(getattr(diffusers, name), type), name
+        assert adapter.source, adapter.name
 
 
 @needs_diffusers

@@ -13,8 +13,7 @@ import torch
 pytest.importorskip("diffusers", reason="the pipelines are diffusers'")
 
 from bcg_core import GraphRunner, Session, disable, enable
-from bcg_core.errors import EnableError, UnsupportedError
-from bcg_core.models import registered
+from bcg_core.errors import EnableError
 from suites.models.catalogue import entry
 
 pytestmark = pytest.mark.bcg
@@ -134,20 +133,6 @@ def test_break_on_a_function_of_the_models_own_module(bcg_backend: str, bcg_devi
     assert torch.equal(runner(**inputs)[0], module(**inputs)[0])
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("transformer_blocks.0.atn", "matches no submodule .* did you mean"),
-        ("Flux", "matches no submodule"),
-        ("diffusers.models.attention_dispatch:dispatch_attention_fm", "did you mean dispatch"),
-        ("no.such.module:function", "cannot be imported"),
-    ],
-)
-def test_break_pattern_that_matches_nothing_is_an_error(pattern: str, message: str):
-    with pytest.raises(UnsupportedError, match=message):
-        enable(entry("flux").build(), breaks=[pattern])
-
-
 def test_captions_are_captured_ahead_at_bucket_lengths(tiny_pipeline: Any, bcg_backend: str):
     expected = paint(tiny_pipeline, 2)
     with enable(tiny_pipeline, backend=bcg_backend, text_buckets=(64, 128)) as session:
@@ -217,7 +202,9 @@ def test_hooks_of_the_module_run_at_every_call(bcg_backend: str, bcg_device: tor
     handle.remove()
 
 
-def test_offload_hook_added_later_is_noticed(bcg_backend: str, bcg_device: torch.device):
+def test_forward_of_a_submodule_replaced_later_is_noticed(
+    bcg_backend: str, bcg_device: torch.device
+):
     module = torch.nn.Sequential(torch.nn.Linear(4, 4)).to(bcg_device).requires_grad_(False)
     x = torch.randn(2, 4, device=bcg_device)
     runner = GraphRunner(module, backend=bcg_backend)
@@ -238,14 +225,3 @@ def test_random_state_after_the_pipeline_is_the_same(tiny_pipeline: Any, bcg_bac
     assert torch.equal(torch.get_rng_state(), cpu)
     after = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.zeros(1)
     assert torch.equal(after, cuda)
-
-
-def test_registered_names_only_classes_that_exist():
-    import diffusers
-
-    assert set(registered()) == {"ZImageTransformer2DModel", "QwenImageTransformer2DModel"}
-    for name, adapter in registered().items():
-        assert hasattr(diffusers, name)
-        for pipeline in adapter.pipeline_classes:
-            assert hasattr(diffusers, pipeline), pipeline
-        assert adapter.source
