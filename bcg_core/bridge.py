@@ -8,7 +8,7 @@ of a bridge has to live as long as the graph, or belong to the graph's own pool.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,12 +18,6 @@ from bcg_core.tree import ATOMS, Node, describe_path, flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class Passed(NamedTuple):
-    """An output that lies in the memory of one of the break's inputs: nothing to copy."""
-
-    address: int
 
 
 def _copy_output(tensors: Sequence[torch.Tensor]) -> list[Span]:
@@ -40,7 +34,8 @@ class Bridge:
         self._node: Node | None = flatten(output, leaves)
         memory = {t.untyped_storage().data_ptr() for t in inputs if t.layout is torch.strided}
         self._layouts: list[Layout | None] = [None] * len(leaves)
-        self._passed: dict[int, Passed] = {}
+        # Addresses of outputs that lie in the memory of an input: there is nothing to copy.
+        self._passed: dict[int, int] = {}
         self._plain: dict[int, Any] = {}
         copied: list[int] = []
         for index, leaf in enumerate(leaves):
@@ -52,12 +47,12 @@ class Bridge:
             self._layouts[index] = layout_of(leaf)
             address = leaf.untyped_storage().data_ptr()
             if address and address in memory:
-                self._passed[index] = Passed(leaf.data_ptr())
+                self._passed[index] = leaf.data_ptr()
             else:
                 copied.append(index)
         tensors = [leaves[i] for i in copied]
         self._groups = [[copied[i] for i in group] for group in overlapping(tensors)]
-        self._spans = self._keep(_copy_output(tensors))
+        self._spans = _copy_output(tensors)
         # The same tensor returned twice is one tensor to the next segment, too.
         same: dict[int, torch.Tensor] = {}
         for group, span in zip(self._groups, self._spans):
@@ -65,10 +60,6 @@ class Bridge:
                 leaves[index] = same.setdefault(id(leaves[index]), view)
         self._leaves: list[Any] | None = leaves
         self._original = output
-
-    def _keep(self, spans: list[Span]) -> list[Span]:
-        """Hold the bridge's memory for as long as the graph lives."""
-        return spans
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that the bridge holds."""
@@ -123,8 +114,7 @@ class Bridge:
                     raise self._error(
                         f"{self._path(index)} has {field} {_show(now)}, captured was {_show(then)}"
                     )
-        passed = self._passed.get(index)
-        if passed is not None and leaf.numel() and leaf.data_ptr() != passed.address:
+        if leaf.numel() and leaf.data_ptr() != self._passed.get(index, leaf.data_ptr()):
             raise self._error(
                 f"{self._path(index)} was the memory of an input at capture and no longer is"
             )
@@ -133,7 +123,7 @@ class Bridge:
         captured = self._plain[index]
         if leaf is captured:
             return
-        if type(leaf) is not type(captured) or not same_plain(leaf, captured):
+        if type(leaf) is not type(captured) or not _same_plain(leaf, captured):
             raise self._error(
                 f"{self._path(index)} is {_show(leaf)}, captured was {_show(captured)}; the "
                 "segment after the break has the captured value burnt in"
@@ -161,7 +151,7 @@ class Bridge:
         )
 
 
-def same_plain(a: Any, b: Any) -> bool:
+def _same_plain(a: Any, b: Any) -> bool:
     """Whether two non-tensor leaves of one type count as unchanged.
 
     Plain values are compared; other objects cannot be compared without running their code, so

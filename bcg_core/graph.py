@@ -257,7 +257,7 @@ class BreakableCUDAGraphCapture:
                 # Before the call, which may change its containers in place.
                 arguments = self._hold_inputs((args, kwargs))
                 output = function(*args, **kwargs)
-                bridge = self._bridge(break_name(function), output, inputs)
+                bridge = Bridge(break_name(function), output, inputs)
                 self._bridged.update(t.untyped_storage().data_ptr() for t in bridge.tensors())
                 step = Break(function, arguments, modes, called_from, bridge)
                 self.graph._steps.append(step)
@@ -274,9 +274,6 @@ class BreakableCUDAGraphCapture:
         if segment is not None:
             self.graph._steps.append(segment)
             segment.replay()
-
-    def _bridge(self, name: str, output: Any, inputs: list[torch.Tensor]) -> Bridge:
-        return Bridge(name, output, inputs)
 
     def _hold_inputs(self, arguments: Any) -> Any:
         """The arguments as a replay gets them: weak where the pool owns them, else strong."""
