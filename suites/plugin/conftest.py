@@ -13,8 +13,6 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WriteStandalone = "Callable[..., Path]"
-
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
