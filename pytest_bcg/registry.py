@@ -113,10 +113,9 @@ class _Reader:
         keys = self._mapping(node, what, ("files", "runner", "est_time", "standalone"))
         if "files" not in keys:
             raise self._error(node, f"{what}: 'files' is missing: give a list of files or globs")
-        suite = {"patterns": self._files(keys["files"], what)}
         return Suite(
             name,
-            **suite,
+            self._files(keys["files"], what),
             runner=self._text(keys["runner"], f"{what}: runner")
             if "runner" in keys
             else DEFAULT_RUNNER,
