@@ -110,7 +110,7 @@ def perf_dump(picture: Picture, request: Request, device: torch.device) -> dict[
     bcg: dict[str, Any] = {"enabled": picture.stats is not None}
     if picture.stats is not None:
         bcg |= asdict(picture.stats)
-        bcg["capture_events"] = [_plain(event) for event in picture.captured]
+        bcg["capture_events"] = [asdict(event) for event in picture.captured]
         bcg["capture_failures"] = picture.failures
     return {
         "environment": environment(device),
@@ -121,11 +121,6 @@ def perf_dump(picture: Picture, request: Request, device: torch.device) -> dict[
         "notes": picture.timeline.notes,
         "bcg": bcg,
     }
-
-
-def _plain(event: CaptureEvent) -> dict[str, Any]:
-    names = ("module", "segments", "breaks", "seconds", "pool_bytes", "graphs")
-    return {name: getattr(event, name) for name in names}
 
 
 def _breaks(request: Request) -> str | list[str]:
