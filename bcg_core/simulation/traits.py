@@ -8,8 +8,6 @@ import torch
 
 READS_HOST = "it reads a value of a tensor on the host, which waits for the device"
 DATA_SHAPE = "the shape of its result depends on the data"
-_READ_TAGS = (torch.Tag.data_dependent_output,)
-_SHAPE_TAGS = (torch.Tag.dynamic_output_shape,)
 
 # Refused by name, whatever their tags say.
 _REFUSED = {
@@ -65,9 +63,9 @@ def _look(operation: Any) -> Traits:
     tags = operation.tags
     refused = _REFUSED.get(name)
     if refused is None and name not in ("aten::index", "aten::repeat_interleave"):
-        if any(tag in tags for tag in _SHAPE_TAGS):
+        if torch.Tag.dynamic_output_shape in tags:
             refused = DATA_SHAPE
-        elif any(tag in tags for tag in _READ_TAGS):
+        elif torch.Tag.data_dependent_output in tags:
             refused = READS_HOST
     if refused is None and name in ("aten::linspace", "aten::logspace"):
         bounds = [a.type for a in schema.arguments[:2]]
