@@ -96,7 +96,7 @@ class Session:
             now = forward.module.__dict__.get("forward")
             if now is forward:
                 forward.restore()
-            elif now is not None and forward.runner is not None and _wraps(now, forward):
+            elif _wraps(now, forward):
                 raise EnableError(
                     f"{name}.forward was wrapped by something else after enable(); take that off "
                     "first, then disable() can put the original back"
