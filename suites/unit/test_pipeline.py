@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 from typing import Any
@@ -95,6 +96,20 @@ def test_twice_is_an_error_that_says_so(tiny_pipeline: Any, bcg_backend: str):
     disable(tiny_pipeline)
     with pytest.raises(EnableError, match="is not enabled; call enable"):
         disable(tiny_pipeline)
+
+
+@pytest.mark.parametrize("wrap", [functools.partial, lambda f: functools.wraps(f)(lambda x: f(x))])
+def test_forward_wrapped_since_is_not_thrown_away(wrap: Any):
+    module = torch.nn.Linear(4, 4)
+    session = enable(module, backend="simulated")
+    ours = module.forward
+    module.forward = wrapped = wrap(ours)
+    with pytest.raises(EnableError, match=r"Linear.forward was wrapped .* take that off first"):
+        session.disable()
+    assert module.forward is wrapped
+    module.forward = ours
+    session.disable()
+    assert "forward" not in module.__dict__
 
 
 def test_placed_breaks_are_taken_off_again(bcg_backend: str, bcg_device: torch.device):
