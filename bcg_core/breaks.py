@@ -84,7 +84,9 @@ def eager_on_graph(enable: bool = True) -> Callable[[Function], Function]:
     """Mark a function as a break: while a graph is captured it runs eagerly, between segments.
 
     Outside a capture, and inside another break, the decorated function is a plain call. With
-    ``enable=False`` the decorator returns the function itself.
+    ``enable=False`` the decorator returns the function itself. At every replay it must return what
+    it returned at capture in all but the tensors' values, or the replay raises ``BridgeError``;
+    tensors inside objects that are no known container raise ``UnsupportedError`` at capture.
     """
     return breaking if enable else lambda function: function
 

@@ -169,7 +169,11 @@ class BreakableCUDAGraphCapture:
     block does in Python, it has done once.
 
     ``stream`` (CUDA) is the stream to capture on, a side stream of ours by default; ``pool`` is
-    the handle of a pool to share.
+    the handle of a pool to share; ``backend`` is ``"auto"``, ``"cuda"`` or ``"simulated"``.
+
+    Raises :class:`NestedCaptureError` inside another capture, :class:`UnsupportedError` for a
+    backend that is not there, and :class:`CaptureError` for work that no graph can hold or an
+    error that the block caught. After an error the graph is empty, and can be captured again.
     """
 
     def __init__(
@@ -233,7 +237,8 @@ class BreakableCUDAGraphCapture:
                 raise refusal from error
             if error is None and self._failure is not None:
                 raise CaptureError(
-                    f"the capture failed, and the code inside caught the error: {self._failure}"
+                    f"the capture failed, and the code inside caught the error: {self._failure}; "
+                    "mend its cause, or catch it inside the break"
                 ) from self._failure
 
     def _forget_if_failed(self) -> None:

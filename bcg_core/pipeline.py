@@ -135,9 +135,10 @@ def enable(
     """Put a :class:`GraphRunner` in front of every denoiser of a pipeline, or of a module.
 
     The modules stay the same objects; only their ``forward`` is exchanged. ``text_buckets`` are
-    caption lengths to capture ahead at the first call; a caption is never padded to one. Raises
+    caption lengths, in tokens, to capture ahead at the first call; a caption is never padded to
+    one. The other options, and what they raise, are those of :class:`GraphRunner`. Raises
     :class:`EnableError` for what cannot be captured faithfully: a module that is enabled already,
-    compiled, offloaded, or under a cache hook.
+    compiled, offloaded, or under a cache hook; and where there is no denoiser.
     """
     modules = denoisers(target)
     for name, module in modules.items():

@@ -42,11 +42,17 @@ class CaptureEvent:
     """What ``on_capture`` is told."""
 
     module: str
+    """The runner's name: the module's class, or its name in the pipeline."""
     segments: int
+    """Segments of the new graph."""
     breaks: int
+    """Breaks of the new graph."""
     seconds: float
+    """How long warm-up and capture took, plans that failed before included."""
     pool_bytes: int
+    """Bytes reserved by the pool, which all graphs of the runner share."""
     graphs: int
+    """Graphs held now, the new one included."""
 
 
 class GraphRunner:
@@ -62,6 +68,11 @@ class GraphRunner:
     their content is part of the signature. ``max_graphs`` and ``max_pool_bytes`` bound what is
     kept, the least recently used goes first. ``forward`` is what to capture in place of
     ``module.__call__``; ``ahead`` gives further calls to capture when one is captured.
+    ``on_capture`` is told of each graph, ``on_miss`` and ``on_fallback`` get the reason of each
+    call that no graph answered and of each capture that failed.
+
+    Raises :class:`UnsupportedError` for a pattern that matches nothing, for a backend that is not
+    there, and for any ``mode`` or ``plan`` but the default; ``ValueError`` for no graphs at all.
     """
 
     def __init__(

@@ -73,8 +73,9 @@ def text_lengths(
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
     """What ``compute_text_seq_len_from_mask`` returns, bit for bit.
 
-    Length of the text for the rotary embedding, tokens up to the last valid one a row
-    (``(batch,)`` int64; the full length for a row without any), and the mask as bool.
+    Of a text ``(batch, length, features)`` and its mask ``(batch, length)``: the length of the text
+    for the rotary embedding, tokens up to the last valid one a row (``(batch,)`` int64; the full
+    length for a row without any), and the mask as bool. ``ValueError`` for a mask of another shape.
     """
     batch, length = encoder_hidden_states.shape[:2]
     if encoder_hidden_states_mask.shape[:2] != (batch, length):
