@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
+_HINT = "; name a function as package.module:function or package.module:Class.method"
+
 
 @dataclass(frozen=True)
 class PlacedBreak:
@@ -36,9 +38,6 @@ class PlacedBreak:
     pattern: str
     replacement: Callable[..., Any] | None = None
     when: Callable[..., bool] | None = None
-
-
-HELP = "; name a function as package.module:function or package.module:Class.method"
 
 
 class Site(NamedTuple):
@@ -112,24 +111,24 @@ def _function_site(pattern: str) -> Site:
         holder: Any = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
         raise UnsupportedError(
-            f"break pattern {pattern!r}: module {module_name!r} cannot be imported ({error}){HELP}"
+            f"break pattern {pattern!r}: module {module_name!r} cannot be imported ({error}){_HINT}"
         ) from error
     *classes, attribute = path.split(".")
     for name in classes:
         holder = _found(pattern, holder, name, getattr)
     if classes and not isinstance(holder, type):
-        raise UnsupportedError(f"break pattern {pattern!r}: {classes[-1]} is no class{HELP}")
+        raise UnsupportedError(f"break pattern {pattern!r}: {classes[-1]} is no class{_HINT}")
     _, function = _found(pattern, holder, attribute, callable_at)
     if isinstance(function, type) or not callable(function):
         what = "a class" if isinstance(function, type) else f"a {type(function).__name__}"
-        raise UnsupportedError(f"break pattern {pattern!r} names {what}, not a function{HELP}")
+        raise UnsupportedError(f"break pattern {pattern!r} names {what}, not a function{_HINT}")
     if isinstance(holder, type):
         return Site(pattern, function, ((holder, attribute),))
-    aliases = importers(attribute, function, module_name)
+    aliases = _importers(attribute, function, module_name)
     return Site(pattern, function, ((holder, attribute), *aliases))
 
 
-def importers(name: str, function: Any, origin: str) -> Iterator[tuple[Any, str]]:
+def _importers(name: str, function: Any, origin: str) -> Iterator[tuple[Any, str]]:
     """The other attributes of imported modules that hold the function.
 
     In the packages of others it is looked for under its own name alone, since there are tens of
