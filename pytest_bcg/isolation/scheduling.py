@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pytest_bcg import options
 from pytest_bcg.isolation.declared import declares_standalone
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def scheduler(config: pytest.Config, log: Any) -> Any:
     """A scheduler for ``--dist load``, xdist's default; ``None`` leaves any other to xdist."""
-    if config.getoption("dist") != "load" or config.getoption("bcg_isolate") == "none":
+    if config.getoption("dist") != "load" or options.isolation(config) == "none":
         return None
     return StandaloneLoadScheduling(config, log)
 
