@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from bcg_core.cli.request import Request
+    from bcg_core.pipeline import Session
     from bcg_core.runner import CaptureEvent
     from bcg_core.stats import Stats
 
@@ -74,23 +75,7 @@ def make_picture(
     with ExitStack() as stack:
         session = None
         if request.bcg:
-            _check_buckets(pipe, request)
-            try:
-                session = stack.enter_context(
-                    enable(
-                        pipe,
-                        breaks=_breaks(request),
-                        max_graphs=max(_MIN_GRAPHS, len(request.text_buckets) + 1),
-                        backend=request.backend,
-                        text_buckets=request.text_buckets,
-                        on_capture=on_capture,
-                        on_fallback=on_fallback,
-                    )
-                )
-            except EnableError as error:
-                raise OptionError("--enable-breakable-cuda-graph", str(error)) from error
-            except UnsupportedError as error:
-                raise OptionError("--bcg-breaks", str(error)) from error
+            session = stack.enter_context(_session(pipe, request, on_capture, on_fallback))
         timeline = stack.enter_context(timed_stages(pipe, _denoisers(pipe), device, on_step))
         began = time.perf_counter()
         image = pipe(**arguments).images[0]
@@ -121,6 +106,30 @@ def perf_dump(picture: Picture, request: Request, device: torch.device) -> dict[
         "notes": picture.timeline.notes,
         "bcg": bcg,
     }
+
+
+def _session(
+    pipe: Any,
+    request: Request,
+    on_capture: Callable[[CaptureEvent], None],
+    on_fallback: Callable[[str], None],
+) -> Session:
+    """The engine in front of the denoisers; what it refuses is refused by the option's name."""
+    _check_buckets(pipe, request)
+    try:
+        return enable(
+            pipe,
+            breaks=_breaks(request),
+            max_graphs=max(_MIN_GRAPHS, len(request.text_buckets) + 1),
+            backend=request.backend,
+            text_buckets=request.text_buckets,
+            on_capture=on_capture,
+            on_fallback=on_fallback,
+        )
+    except EnableError as error:
+        raise OptionError("--enable-breakable-cuda-graph", str(error)) from error
+    except UnsupportedError as error:
+        raise OptionError("--bcg-breaks", str(error)) from error
 
 
 def _breaks(request: Request) -> str | list[str]:
