@@ -73,6 +73,33 @@ class Timeline:
         self._boundary = ended
         self._on_step()
 
+    def timed(self, stage: Stage) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """A decorator: the time of each call is added to ``stage``."""
+
+        def around(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                began = self.now()
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    stage.add(self.now() - began)
+
+            return call
+
+        return around
+
+    def ending_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A decorator: each call that returns is the end of a denoising step."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self.step_done()
+            return result
+
+        return call
+
 
 @contextmanager
 def timed_stages(
@@ -88,42 +115,18 @@ def timed_stages(
     """
     timeline = Timeline(device, on_step)
     owner = type(pipe).__name__
-
-    def timed(stage: Stage) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def around(function: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(function)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                began = timeline.now()
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    stage.add(timeline.now() - began)
-
-            return call
-
-        return around
-
-    def ends_step(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            timeline.step_done()
-            return result
-
-        return call
-
     with ExitStack() as restore:
-        for part, name, around, consequence in (
-            (None, "encode_prompt", timed(timeline.text_encoding), f"{TEXT_ENCODING} is not timed"),
-            ("vae", "decode", timed(timeline.decoding), f"{DECODING} is not timed"),
-            ("scheduler", "step", ends_step, f"{DENOISING} is not timed"),
+        for part, name, around, stage in (
+            (None, "encode_prompt", timeline.timed(timeline.text_encoding), TEXT_ENCODING),
+            ("vae", "decode", timeline.timed(timeline.decoding), DECODING),
+            ("scheduler", "step", timeline.ending_step, DENOISING),
         ):
             target = pipe if part is None else getattr(pipe, part, None)
             if callable(getattr(target, name, None)):
                 restore.enter_context(_replaced(target, name, around))
             else:
                 where = name if part is None else f"{part}.{name}"
-                timeline.notes.append(f"{owner} has no {where}: {consequence}")
+                timeline.notes.append(f"{owner} has no {where}: {stage} is not timed")
         for module in denoisers.values():
             handle = module.register_forward_pre_hook(lambda *_: timeline.denoiser_called())
             restore.callback(handle.remove)
