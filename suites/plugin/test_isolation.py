@@ -333,6 +333,14 @@ def test_warnings_as_failures_hold_inside(pytester: pytest.Pytester) -> None:
     pytester.runpytest("-W", "error::RuntimeWarning").assert_outcomes(failed=1)
 
 
+def test_a_process_starts_where_every_warning_is_an_error(
+    pytester: pytest.Pytester, neighbours: Callable[..., Path]
+) -> None:
+    neighbours("pass")
+    # As installed: pytest warns of modules that it finds in a distribution's list of files.
+    pytester.runpytest_subprocess("-W", "error").assert_outcomes(passed=3)
+
+
 def test_options_and_plugins_of_the_run_hold_inside(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\npython_functions = check_*")
     pytester.makeconftest(
