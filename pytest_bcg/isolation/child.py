@@ -40,6 +40,8 @@ _PARENT_ALONE: dict[str, object] = {
     "maxfail": 0,
     "newfirst": False,
     "pastebin": None,
+    "show_fixtures_per_test": False,
+    "showfixtures": False,
     "stepwise": False,
     "stepwise_skip": False,
     "xmlpath": None,
@@ -137,6 +139,8 @@ class Child:
             for descriptor in self._streams:
                 with contextlib.suppress(OSError):
                     os.write(descriptor, mark(self._token, self._marks))
+        # pytest fails a test for its subtests only as it asks for the status, which is printed.
+        self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         self._send({"event": "report", "report": data})
 

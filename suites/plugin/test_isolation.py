@@ -333,6 +333,33 @@ def test_warnings_as_failures_hold_inside(pytester: pytest.Pytester) -> None:
     pytester.runpytest("-W", "error::RuntimeWarning").assert_outcomes(failed=1)
 
 
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest has no subtests before 9")
+def test_a_test_fails_with_its_subtests(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.standalone
+        def test_it(subtests):
+            for number in range(3):
+                with subtests.test(number=number):
+                    assert number == 1
+        """
+    )
+    result = pytester.runpytest("-v")
+    result.stdout.fnmatch_lines(["*::test_it FAILED*", "*contains 2 failed subtests*"])
+    result.assert_outcomes(failed=3)
+
+
+@pytest.mark.parametrize("option", ["--fixtures", "--fixtures-per-test"])
+def test_fixtures_are_listed(
+    pytester: pytest.Pytester, neighbours: Callable[..., Path], option: str
+) -> None:
+    neighbours("pass", before="@pytest.fixture(autouse=True)\ndef mine(): 'All of it.'")
+    result = pytester.runpytest(option)
+    assert "ERROR" not in result.stdout.str()
+    result.stdout.fnmatch_lines(["mine -- test_it.py:*", "*All of it."])
+
+
 def test_a_process_starts_where_every_warning_is_an_error(
     pytester: pytest.Pytester, neighbours: Callable[..., Path]
 ) -> None:
