@@ -65,11 +65,14 @@ class Isolation:
         return None
 
     def takes(self, item: pytest.Item) -> bool:
-        """Whether the test runs in a process of its own. A skipped one runs nowhere."""
+        """Whether the test runs in a process of its own. None is started for a skipped one.
+
+        Where its file's process serves already, that one skips it: it must not end there.
+        """
         return (
             self.off_because is None
             and item.get_closest_marker("standalone") is not None
-            and item.get_closest_marker("skip") is None
+            and (item.get_closest_marker("skip") is None or self._serves(item.path))
         )
 
     def describe(self, items: Sequence[pytest.Item]) -> str | None:
@@ -205,6 +208,9 @@ class Isolation:
         if how is not None:
             run.death_at_exit(how, last, process.last_output())
         self.close()
+
+    def _serves(self, file: Path) -> bool:
+        return self._serving is not None and self._serving.file == file
 
     def _serve(self, file: Path) -> _Serving:
         """The process that serves ``file``: the one there is, or a new one."""

@@ -333,6 +333,28 @@ def test_warnings_as_failures_hold_inside(pytester: pytest.Pytester) -> None:
     pytester.runpytest("-W", "error::RuntimeWarning").assert_outcomes(failed=1)
 
 
+def test_a_skipped_test_does_not_end_its_files_process(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        pytestmark = pytest.mark.standalone
+        @pytest.fixture(scope="module")
+        def shared():
+            yield []
+            print("torn down")
+        def test_one(shared): shared.append(1)
+        @pytest.mark.skip(reason="not now")
+        def test_two(shared): pass
+        def test_three(shared): assert shared == [1]
+        @pytest.mark.skip(reason="not now")
+        def test_four(shared): pass
+        """
+    )
+    result = pytester.runpytest("-rs")
+    result.assert_outcomes(passed=2, skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED [[]1[]] test_a_skipped*: not now"])
+
+
 @pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest has no subtests before 9")
 def test_a_test_fails_with_its_subtests(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
