@@ -125,7 +125,8 @@ class Child:
             if os.getpid() != self._pid:
                 # A test forked, and this is the copy: the original goes on with the session.
                 os._exit(0)
-            self._send({"event": "done", "test": command["test"]})
+            stops = {"shouldstop": session.shouldstop, "shouldfail": session.shouldfail}
+            self._send({"event": "done", "test": command["test"], **stops})
         self.finished = True
         return True
 

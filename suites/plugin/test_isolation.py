@@ -436,6 +436,38 @@ def test_ending_the_session_from_inside_ends_it(pytester: pytest.Pytester) -> No
     result.stdout.fnmatch_lines(["*Exit: enough*"])
 
 
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("pytest.exit('enough', returncode=7)", 7, "*Exit: enough*"),
+        ("raise KeyboardInterrupt", 2, "*KeyboardInterrupt*"),
+        ("request.session.shouldstop = 'enough'", 2, "*Interrupted: enough*"),
+        ("request.session.shouldfail = 'enough'", 1, "*! enough !*"),
+    ],
+)
+def test_an_end_that_a_test_asks_for_tears_down_and_runs_no_other(
+    pytester: pytest.Pytester, body: str, code: int, line: str
+) -> None:
+    pytester.makepyfile(
+        f"""
+        import pathlib, pytest
+        pytestmark = pytest.mark.standalone
+        @pytest.fixture(scope="module")
+        def shared():
+            yield
+            pathlib.Path("torn_down").touch()
+        def test_ends(request, shared):
+            {body}
+        def test_never(): pathlib.Path("ran").touch()
+        """
+    )
+    result = pytester.runpytest_subprocess()
+    assert result.ret == code
+    result.stdout.fnmatch_lines([line])
+    assert (pytester.path / "torn_down").exists()
+    assert not (pytester.path / "ran").exists()
+
+
 def test_interrupting_kills_the_children(
     pytester: pytest.Pytester,
     neighbours: Callable[..., Path],
