@@ -28,6 +28,8 @@ _SOUND = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_T
 # Options that select, stop, repeat or print: the parent has done so, or does.
 _PARENT_ALONE: dict[str, object] = {
     "bcg_isolate": "none",
+    "bcg_nightly": True,
+    "bcg_serves": True,
     "bcg_suites": [],
     "cacheclear": False,
     "cacheshow": None,
