@@ -10,7 +10,7 @@ import pytest
 from pytest_bcg import gpus, options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,11 @@ def register(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{marker.signature}: {marker.meaning}")
 
 
-def check(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+def check(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Raise ``pytest.UsageError`` that lists every misused marker with its test, file and line.
 
-    A worker of xdist must not end so; it reports them as failures to collect.
+    A worker of xdist must not end so; it reports them as failures to collect. A standalone process
+    has no tests then, and its parent raises.
     """
     problems = []
     for item in items:
@@ -87,6 +88,8 @@ def check(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         text = "\n".join(dict.fromkeys(problems))
         report = pytest.CollectReport(items[0].session.nodeid, "failed", text, [])
         config.hook.pytest_collectreport(report=report)
+    elif problems and options.serves(config):
+        items.clear()
     elif problems:
         raise pytest.UsageError(*dict.fromkeys(problems))
 

@@ -81,6 +81,11 @@ def isolation(config: pytest.Config) -> str:
     return str(config.getoption("bcg_isolate"))
 
 
+def serves(config: pytest.Config) -> bool:
+    """Whether this is a standalone process, whose parent selects the tests and refuses misuse."""
+    return bool(getattr(config.option, "bcg_serves", False))
+
+
 def nightly(config: pytest.Config) -> bool:
     """Whether nightly tests were asked for; an ``-m`` that names them decides for itself."""
     return bool(config.getoption("bcg_nightly")) or "nightly" in str(config.getoption("markexpr"))

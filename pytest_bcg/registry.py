@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING
 
 import yaml
@@ -60,9 +61,17 @@ class Registry:
         """
         found: dict[Path, None] = {}
         for pattern in suite.patterns:
+            try:
+                globbed = sorted(self.root.glob(pattern))
+            except (ValueError, IndexError):
+                # Before Python 3.13: '**' beside other text, and '.'.
+                raise RegistryError(
+                    f"{self.path}: suite {suite.name}: {pattern!r} is no glob: give a file, a "
+                    "folder beneath the root, or a glob such as tests/**/test_*.py"
+                ) from None
             matches = [
                 file
-                for match in sorted(self.root.glob(pattern))
+                for match in globbed
                 for file in (sorted(match.rglob("test_*.py")) if match.is_dir() else [match])
             ]
             if not matches:
@@ -86,7 +95,7 @@ def load(path: Path, root: Path) -> Registry:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RegistryError(f"{path}:{line}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise RegistryError(f"{path}: not valid YAML: {error}") from None
     return Registry(path, root, _Reader(path).suites(document))
 
@@ -161,7 +170,7 @@ class _Reader:
 
     def _seconds(self, node: yaml.Node, what: str) -> float:
         value = self._scalar(node)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
             raise self._error(node, f"{what}: est_time must be a number of seconds above 0")
         return value
 

@@ -58,6 +58,7 @@ def load(placement: Placement, device: torch.device) -> Any:
     else:
         default = torch.bfloat16 if device.type == "cuda" else torch.float32
         pipe = _from_folder(placement.model_folder, _dtype(placement.dtype, default))
+        _check_weights(pipe, placement.model_folder)
         if not offloads:
             pipe.to(device)
     if placement.cpu_offload:
@@ -123,6 +124,19 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
             f"{folder} cannot be loaded ({type(error).__name__}: {error}); get the folder again, "
             "or name another",
         ) from error
+
+
+def _check_weights(pipe: Any, folder: Path) -> None:
+    """diffusers leaves a weight that no file holds without data, and says so in a log alone."""
+    for name, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            missing = [key for key, value in component.state_dict().items() if value.is_meta]
+            if missing:
+                raise OptionError(
+                    OPTION,
+                    f"{folder / name} lacks {len(missing)} weights, such as {missing[0]}; get the "
+                    "whole folder",
+                )
 
 
 def _offload_by_layer(pipe: Any, device: torch.device) -> None:

@@ -39,7 +39,14 @@ class ModelFolder:
 
 def inspect_folder(path: Path) -> ModelFolder:
     """Read the folder's descriptions. :class:`OptionError` for anything but a safe pipeline."""
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OptionError(
+            OPTION, f"{path} cannot be read ({reason}); name another folder, or {BUILTIN}"
+        ) from None
+    if not there:
         raise OptionError(
             OPTION, f"{path} does not exist; name a diffusers folder on this disk, or {BUILTIN}"
         )
@@ -74,7 +81,7 @@ def _no_pipeline(path: Path) -> str:
 def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OptionError(
             OPTION, f"{file} cannot be read ({reason}); get the folder again, or name another"

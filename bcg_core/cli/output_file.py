@@ -25,8 +25,9 @@ def check_writable(option: str, path: Path) -> None:
         beside = _beside(path)
         beside.touch()
         beside.unlink()
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+    except (OSError, RuntimeError) as error:
+        # Before Python 3.13 a link that leads to itself is a RuntimeError.
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise OptionError(
             option, f"{path} cannot be written ({reason}); name a file in a folder that can be"
         ) from None

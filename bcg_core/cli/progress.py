@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -51,5 +52,7 @@ class StepProgress:
     def say(self, line: str) -> None:
         """Print one whole line on standard output, whatever the terminal's width."""
         self._bar.stop()
-        print(line, flush=True)
+        # A file's name may hold what standard output cannot encode; the rest is said all the same.
+        encoding = sys.stdout.encoding or "utf-8"
+        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
         self._bar.start()

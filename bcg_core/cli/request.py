@@ -49,6 +49,8 @@ def check_request(request: Request, model_path: str) -> Path | None:
     else:
         inspected = inspect_folder(Path(model_path))
         folder, multiple = inspected.path, inspected.multiple
+    values.text("--prompt", request.prompt)
+    values.text("--negative-prompt", request.negative_prompt)
     values.side("--width", request.width, multiple)
     values.side("--height", request.height, multiple)
     values.whole("--num-inference-steps", request.steps, 1, values.MAX_STEPS)
@@ -91,9 +93,11 @@ def check_placement(placement: Placement, request: Request) -> None:
 
 def check_outputs(out: Path, perf_dump: Path | None) -> None:
     if out.suffix.lower() != ".png":
-        raise OptionError("--out", f"{out} does not end in .png; only PNG files are written")
+        raise OptionError(
+            "--out", f"{out} is not a name that ends in .png; only PNG files are written"
+        )
     check_writable("--out", out)
     if perf_dump is not None:
+        check_writable("--perf-dump-path", perf_dump)
         if perf_dump.resolve() == out.resolve():
             raise OptionError("--perf-dump-path", f"{perf_dump} is --out too; name another file")
-        check_writable("--perf-dump-path", perf_dump)

@@ -16,6 +16,16 @@ BACKENDS = ("auto", "cuda", "simulated")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
+def text(option: str, value: str | None) -> None:
+    """Refuse bytes that were no text in the terminal's encoding, which no tokenizer takes."""
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            option, f"character {error.start + 1} is not valid UTF-8; write it anew"
+        ) from None
+
+
 def boolean(option: str, text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise OptionError(option, f"{text!r} is neither true nor false; write one of them")
@@ -67,15 +77,17 @@ def buckets(option: str, text: str | None) -> tuple[int, ...]:
         return ()
     lengths: list[int] = []
     for part in text.split(","):
-        if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_BUCKET:
+        digits = part.strip().lstrip("0")
+        # int() refuses very long numbers by an error of its own.
+        if not (digits.isdecimal() and len(digits) <= 9 and int(digits) <= MAX_BUCKET):
             raise OptionError(
                 option,
                 f"{part!r} in {text!r} is no caption length; write whole numbers from 1 to "
                 f"{MAX_BUCKET} with a comma between, such as 64,128",
             )
-        if int(part) in lengths:
-            raise OptionError(option, f"{int(part)} is there twice in {text!r}; write it once")
-        lengths.append(int(part))
+        if int(digits) in lengths:
+            raise OptionError(option, f"{int(digits)} is there twice in {text!r}; write it once")
+        lengths.append(int(digits))
     return tuple(lengths)
 
 

@@ -28,6 +28,8 @@ _SOUND = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_T
 # Options that select, stop, repeat or print: the parent has done so, or does.
 _PARENT_ALONE: dict[str, object] = {
     "bcg_isolate": "none",
+    "bcg_nightly": True,
+    "bcg_serves": True,
     "bcg_suites": [],
     "cacheclear": False,
     "cacheshow": None,
@@ -40,6 +42,8 @@ _PARENT_ALONE: dict[str, object] = {
     "maxfail": 0,
     "newfirst": False,
     "pastebin": None,
+    "show_fixtures_per_test": False,
+    "showfixtures": False,
     "stepwise": False,
     "stepwise_skip": False,
     "xmlpath": None,
@@ -123,7 +127,8 @@ class Child:
             if os.getpid() != self._pid:
                 # A test forked, and this is the copy: the original goes on with the session.
                 os._exit(0)
-            self._send({"event": "done", "test": command["test"]})
+            stops = {"shouldstop": session.shouldstop, "shouldfail": session.shouldfail}
+            self._send({"event": "done", "test": command["test"], **stops})
         self.finished = True
         return True
 
@@ -137,6 +142,8 @@ class Child:
             for descriptor in self._streams:
                 with contextlib.suppress(OSError):
                     os.write(descriptor, mark(self._token, self._marks))
+        # pytest fails a test for its subtests only as it asks for the status, which is printed.
+        self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         self._send({"event": "report", "report": data})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -65,11 +66,14 @@ class Isolation:
         return None
 
     def takes(self, item: pytest.Item) -> bool:
-        """Whether the test runs in a process of its own. A skipped one runs nowhere."""
+        """Whether the test runs in a process of its own. None is started for a skipped one.
+
+        Where its file's process serves already, that one skips it: it must not end there.
+        """
         return (
             self.off_because is None
             and item.get_closest_marker("standalone") is not None
-            and item.get_closest_marker("skip") is None
+            and (item.get_closest_marker("skip") is None or self._serves(item.path))
         )
 
     def describe(self, items: Sequence[pytest.Item]) -> str | None:
@@ -181,30 +185,43 @@ class Isolation:
                 else:
                     item.ihook.pytest_runtest_logreport(report=report)
             else:
-                self._follow(message)
+                self._follow(message, process)
         if held is not None:
             self._finish(run, process, held)
             item.ihook.pytest_runtest_logreport(report=held)
+        for stop in ("shouldstop", "shouldfail"):
+            # What a test or a hook asked for there. This session counts failures for itself.
+            if message[stop] and not getattr(item.session, stop):
+                setattr(item.session, stop, message[stop])
 
-    def _follow(self, message: Message) -> None:
+    def _follow(self, message: Message, process: Process) -> None:
         """Do here what the child's session was told to do."""
         if message["event"] == "warning":
             replay_warning(self._config, message)
-        elif message["event"] == "exit":
+            return
+        # The session ends, there first: it tears down what its tests have set up.
+        with contextlib.suppress(ProcessDeathError):
+            process.finish(self._exit_deadline())
+        if message["event"] == "exit":
             pytest.exit(message["why"], message["code"])
-        elif message["event"] == "interrupted":
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     def _finish(self, run: Run, process: Process, last: pytest.TestReport) -> None:
         how: str | None = None
-        seconds = options.exit_timeout(self._config)
         try:
-            process.finish(Deadline.after(seconds, f"{seconds:g} s (bcg_exit_timeout)"))
+            process.finish(self._exit_deadline())
         except ProcessDeathError as died:
             how = str(died)
         if how is not None:
             run.death_at_exit(how, last, process.last_output())
         self.close()
+
+    def _exit_deadline(self) -> Deadline:
+        seconds = options.exit_timeout(self._config)
+        return Deadline.after(seconds, f"{seconds:g} s (bcg_exit_timeout)")
+
+    def _serves(self, file: Path) -> bool:
+        return self._serving is not None and self._serving.file == file
 
     def _serve(self, file: Path) -> _Serving:
         """The process that serves ``file``: the one there is, or a new one."""

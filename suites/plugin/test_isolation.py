@@ -333,6 +333,63 @@ def test_warnings_as_failures_hold_inside(pytester: pytest.Pytester) -> None:
     pytester.runpytest("-W", "error::RuntimeWarning").assert_outcomes(failed=1)
 
 
+def test_a_skipped_test_does_not_end_its_files_process(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        pytestmark = pytest.mark.standalone
+        @pytest.fixture(scope="module")
+        def shared():
+            yield []
+            print("torn down")
+        def test_one(shared): shared.append(1)
+        @pytest.mark.skip(reason="not now")
+        def test_two(shared): pass
+        def test_three(shared): assert shared == [1]
+        @pytest.mark.skip(reason="not now")
+        def test_four(shared): pass
+        """
+    )
+    result = pytester.runpytest("-rs")
+    result.assert_outcomes(passed=2, skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED [[]1[]] test_a_skipped*: not now"])
+
+
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest has no subtests before 9")
+def test_a_test_fails_with_its_subtests(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.standalone
+        def test_it(subtests):
+            for number in range(3):
+                with subtests.test(number=number):
+                    assert number == 1
+        """
+    )
+    result = pytester.runpytest("-v")
+    result.stdout.fnmatch_lines(["*::test_it FAILED*", "*contains 2 failed subtests*"])
+    result.assert_outcomes(failed=3)
+
+
+@pytest.mark.parametrize("option", ["--fixtures", "--fixtures-per-test"])
+def test_fixtures_are_listed(
+    pytester: pytest.Pytester, neighbours: Callable[..., Path], option: str
+) -> None:
+    neighbours("pass", before="@pytest.fixture(autouse=True)\ndef mine(): 'All of it.'")
+    result = pytester.runpytest(option)
+    assert "ERROR" not in result.stdout.str()
+    result.stdout.fnmatch_lines(["mine -- test_it.py:*", "*All of it."])
+
+
+def test_a_process_starts_where_every_warning_is_an_error(
+    pytester: pytest.Pytester, neighbours: Callable[..., Path]
+) -> None:
+    neighbours("pass")
+    # As installed: pytest warns of modules that it finds in a distribution's list of files.
+    pytester.runpytest_subprocess("-W", "error").assert_outcomes(passed=3)
+
+
 def test_options_and_plugins_of_the_run_hold_inside(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\npython_functions = check_*")
     pytester.makeconftest(
@@ -377,6 +434,38 @@ def test_ending_the_session_from_inside_ends_it(pytester: pytest.Pytester) -> No
     result = pytester.runpytest()
     assert result.ret == 7
     result.stdout.fnmatch_lines(["*Exit: enough*"])
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("pytest.exit('enough', returncode=7)", 7, "*Exit: enough*"),
+        ("raise KeyboardInterrupt", 2, "*KeyboardInterrupt*"),
+        ("request.session.shouldstop = 'enough'", 2, "*Interrupted: enough*"),
+        ("request.session.shouldfail = 'enough'", 1, "*! enough !*"),
+    ],
+)
+def test_an_end_that_a_test_asks_for_tears_down_and_runs_no_other(
+    pytester: pytest.Pytester, body: str, code: int, line: str
+) -> None:
+    pytester.makepyfile(
+        f"""
+        import pathlib, pytest
+        pytestmark = pytest.mark.standalone
+        @pytest.fixture(scope="module")
+        def shared():
+            yield
+            pathlib.Path("torn_down").touch()
+        def test_ends(request, shared):
+            {body}
+        def test_never(): pathlib.Path("ran").touch()
+        """
+    )
+    result = pytester.runpytest_subprocess()
+    assert result.ret == code
+    result.stdout.fnmatch_lines([line])
+    assert (pytester.path / "torn_down").exists()
+    assert not (pytester.path / "ran").exists()
 
 
 def test_interrupting_kills_the_children(

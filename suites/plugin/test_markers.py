@@ -78,6 +78,26 @@ def test_a_misused_marker_is_a_usage_fault(
     result.stdout.no_fnmatch_line("*passed*")
 
 
+def test_a_misused_marker_in_a_standalone_file_is_a_usage_fault_too(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        test_it="import pytest\npytestmark = pytest.mark.standalone\n"
+        "@pytest.mark.gpu(count='x')\ndef test_it(): pass"
+    )
+    result = pytester.runpytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: test_it.py:3: test_it.py::test_it: marker gpu got*"])
+
+
+@pytest.mark.parametrize("arguments", [["-m", "nightly"], ["--bcg-nightly"]])
+def test_a_nightly_test_may_be_standalone(pytester: pytest.Pytester, arguments: list[str]) -> None:
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.nightly\n@pytest.mark.standalone\ndef test_it(): pass"
+    )
+    pytester.runpytest(*arguments).assert_outcomes(passed=1)
+
+
 def test_every_misused_marker_is_listed(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         test_it="""
@@ -128,7 +148,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "20", "GiB", "-1GiB", "1PiBB", "1,5GiB"])
+@pytest.mark.parametrize("text", ["", "20", "GiB", "-1GiB", "1PiBB", "1,5GiB", "9" * 400 + "GB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)

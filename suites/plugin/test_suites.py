@@ -154,6 +154,7 @@ FAULTY = {
     "suites:\n  a:\n    files: [b]\n    runner: 3": "4: suite a: runner must be text",
     "suites:\n  a:\n    files: [b]\n    runner: ''": "4: suite a: runner must be text",
     "suites:\n  a:\n    files: [b]\n    est_time: -1": "4: suite a: est_time must be a number of",
+    "suites:\n  a:\n    files: [b]\n    est_time: .inf": "4: suite a: est_time must be a number",
     "suites:\n  a:\n    files: [b]\n    est_time: true": "4: suite a: est_time must be a number",
     "suites:\n  a:\n    files: [b]\n    standalone: 1": "4: suite a: standalone must be true or ",
     "suites:\n  a:\n    files: [b]\n  a:\n    files: [c]": "4: 'suites': 'a' appears twice",
@@ -168,6 +169,23 @@ def test_a_faulty_registry_is_told_with_its_line(tmp_path: Path, text: str, mess
     with pytest.raises(registry.RegistryError) as caught:
         registry.load(path, tmp_path)
     assert str(caught.value).startswith(f"{path}:{message}")
+
+
+def test_what_is_too_deep_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "registry.yaml"
+    file.write_text("[" * 5000)
+    with pytest.raises(registry.RegistryError, match="not valid YAML: maximum recursion"):
+        registry.load(file, tmp_path)
+
+
+@pytest.mark.parametrize("pattern", [".", "**x"])
+def test_a_pattern_that_is_no_glob_is_refused(tmp_path: Path, pattern: str) -> None:
+    file = tmp_path / "registry.yaml"
+    file.write_text(f"suites: {{a: {{files: ['{pattern}']}}}}")
+    loaded = registry.load(file, tmp_path)
+    # Newer Pythons take it for a glob, which matches nothing here.
+    with pytest.raises(registry.RegistryError, match=r"suite a: .*(is no glob|no test file)"):
+        loaded.files(loaded.suite("a"))
 
 
 def test_a_tag_constructs_nothing(tmp_path: Path) -> None:

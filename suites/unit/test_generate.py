@@ -90,7 +90,11 @@ BAD_VALUES = [
     (("--bcg-text-buckets", "64;128"), "such as 64,128"),
     (("--bcg-text-buckets", "abc"), "such as 64,128"),
     (("--bcg-text-buckets", "99999999"), "such as 64,128"),
+    (("--bcg-text-buckets", "9" * 5000), "such as 64,128"),
     (("--bcg-text-buckets", "64,128,64"), "write it once"),
+    (("--bcg-text-buckets", "64,064"), "write it once"),
+    (("--prompt", "a \udcff"), "character 3 is not valid UTF-8"),
+    (("--negative-prompt", "\udcff"), "character 1 is not valid UTF-8"),
     (("--bcg-breaks", "a,,b"), "write auto, attention, none"),
     (("--bcg-breaks", "auto,layers.*"), "stands alone"),
     (("--backend", "simulatd"), "did you mean simulated"),
@@ -102,6 +106,7 @@ BAD_VALUES = [
     (("--enable-torch-compile", ""), "true nor false"),
     (("--out", "picture.jpg"), ".png"),
     (("--out", "picture"), ".png"),
+    (("--out", ".png"), "not a name that ends in .png"),
     (("--out", "nowhere/picture.png"), "create it first"),
     (("--out", "/proc/picture.png"), "cannot be written"),
     (("--out", "n" * 300 + ".png"), "cannot be written"),
@@ -110,6 +115,7 @@ BAD_VALUES = [
     (("--perf-dump-path", "/dev/null"), "not a regular file"),
     (("--perf-dump-path", "bcg.png"), "name another file"),
     (("--model-path", "nowhere"), "does not exist"),
+    (("--model-path", "n" * 300), "cannot be read"),
     (("--model-path", "builtin:huge"), "builtin:tiny"),
     (("--no-such-option",), "see bcg generate --help"),
     (("--width",), "see bcg generate --help"),
@@ -216,6 +222,7 @@ BAD_FOLDERS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / "model_index.json").write_bytes(b"\xff\xfe"), "cannot be read"),
     (lambda folder: (folder / "model_index.json").mkdir(), "cannot be read"),
     (lambda folder: (folder / "model_index.json").write_text("[]"), "not a JSON object"),
+    (lambda folder: (folder / "model_index.json").write_text("[" * 10**5), "recursion depth"),
     (lambda folder: index(folder, _class_name="ZImageImg2ImgPipeline"), "starts from a picture"),
     (lambda folder: index(folder, _class_name="FluxControlNetPipeline"), "starts from a picture"),
     (lambda folder: index(folder, _class_name="WanPipeline"), "makes a video"),
@@ -257,6 +264,25 @@ def test_broken_weights_are_refused_when_they_are_read(
         weights.truncate(64)
     line = refused(capsys, "--model-path", "--model-path", str(folder), *SMALL)
     assert "cannot be loaded" in line
+
+
+def test_missing_weights_are_refused_by_the_first_ones_name(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "incomplete"
+    shutil.copytree(checkpoint, folder)
+    file = folder / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_layers": 3}))
+    line = refused(capsys, "--model-path", "--model-path", str(folder), *SMALL)
+    assert "transformer lacks 15 weights, such as layers.2." in line
+
+
+@pytest.mark.parametrize("option", ["--out", "--perf-dump-path"])
+def test_a_link_that_leads_to_itself_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("loop.png").symlink_to("loop.png")
+    assert "cannot be written" in refused(capsys, option, option, "loop.png")
 
 
 @pytest.mark.parametrize(
@@ -501,6 +527,19 @@ def test_the_perf_dump_has_environment_stages_and_statistics() -> None:
     assert bcg["graphs"] == 1
     assert bcg["segments"] == bcg["capture_events"][0]["segments"] >= 1
     assert bcg["pool_bytes"] > 0
+
+
+def test_a_name_that_the_terminal_cannot_show_is_a_picture_all_the_same() -> None:
+    done = subprocess.run(
+        [BCG, "generate", *SMALL, "--out", "é.png"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(": \\xe9.png\n")
+    assert os.listdir() == ["é.png"]
 
 
 def test_without_the_flag_nothing_is_captured_and_idle_options_are_named(
