@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from bcg_core.cli.model_folder import OPTION
 from bcg_core.cli.option_error import OptionError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from bcg_core.cli.request import Placement, Request
@@ -57,8 +60,9 @@ def load(placement: Placement, device: torch.device) -> Any:
         pipe: Any = tiny_pipeline(home, _dtype(placement.dtype, torch.float32))
     else:
         default = torch.bfloat16 if device.type == "cuda" else torch.float32
-        pipe = _from_folder(placement.model_folder, _dtype(placement.dtype, default))
-        _check_weights(pipe, placement.model_folder)
+        with _initialised_weights() as initialised:
+            pipe = _from_folder(placement.model_folder, _dtype(placement.dtype, default))
+        _check_weights(pipe, placement.model_folder, initialised)
         if not offloads:
             pipe.to(device)
     if placement.cpu_offload:
@@ -87,9 +91,9 @@ def _stay_offline() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
 
 
 def _dtype(name: str, default: torch.dtype) -> torch.dtype:
@@ -104,9 +108,9 @@ def _dtype(name: str, default: torch.dtype) -> torch.dtype:
 
 def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
     from diffusers import DiffusionPipeline
-    from diffusers.utils import logging
+    from diffusers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     try:
         with warnings.catch_warnings():
             # The keyword's new name is not known to every diffusers that we support.
@@ -126,8 +130,44 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def _check_weights(pipe: Any, folder: Path) -> None:
-    """diffusers leaves a weight that no file holds without data, and says so in a log alone."""
+@contextmanager
+def _initialised_weights() -> Iterator[list[str]]:
+    """What transformers logs of weights that no file holds: it makes them up."""
+    told: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if "newly initialized" in text:
+                rows = [line for line in text.splitlines() if "| MISSING" in line]
+                told.extend(row.split("|")[0].strip() for row in rows or [text.splitlines()[0]])
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    collector = Collector()
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(collector)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    try:
+        yield told
+    finally:
+        logger.removeHandler(collector)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+def _check_weights(pipe: Any, folder: Path, initialised: list[str]) -> None:
+    """Refuse a folder that lacks weights.
+
+    diffusers leaves those without data, and transformers draws them at random; both say so in a
+    log alone.
+    """
+    if initialised:
+        raise OptionError(
+            OPTION,
+            f"{folder} lacks weights of a transformers model, such as {initialised[0]}; get the "
+            "whole folder",
+        )
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
             missing = [key for key, value in component.state_dict().items() if value.is_meta]

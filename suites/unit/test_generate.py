@@ -475,6 +475,22 @@ def test_buckets_for_a_model_without_an_adapter_are_refused(bcg_device: torch.de
         make_picture(Unknown(), asked, bcg_device)
 
 
+def test_a_weight_that_transformers_would_draw_at_random_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "incomplete"
+    shutil.copytree(checkpoint, folder)
+    file = folder / "text_encoder" / "model.safetensors"
+    weights = load_file(file)
+    del weights["layers.0.mlp.gate_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    line = refused(capsys, "--model-path", "--model-path", str(folder), *SMALL)
+    assert "lacks weights" in line
+    assert "layers.0.mlp.gate_proj.weight" in line
+
+
 def test_an_option_that_the_pipeline_lacks_is_refused(bcg_device: torch.device) -> None:
     class Plain:
         def __call__(self, prompt: str, generator: Any = None) -> None: ...
