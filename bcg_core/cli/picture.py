@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from contextlib import ExitStack
+import warnings
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from bcg_core.perf import Timeline, environment, timed_stages
 from bcg_core.pipeline import denoisers, enable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from PIL.Image import Image
 
@@ -78,7 +79,8 @@ def make_picture(
             session = stack.enter_context(_session(pipe, request, on_capture, on_fallback))
         timeline = stack.enter_context(timed_stages(pipe, _denoisers(pipe), device, on_step))
         began = time.perf_counter()
-        image = pipe(**arguments).images[0]
+        with _numbers_alone():
+            image = pipe(**arguments).images[0]
         seconds = time.perf_counter() - began
         # Leaving the session gives the graphs back, and with them what they count.
         stats = session.stats if session is not None else None
@@ -88,6 +90,20 @@ def make_picture(
             for reason, count in stats.misses.items():
                 say(f"{_PREFIX} not replayed {count} times: {' '.join(reason.split())}")
     return Picture(image, timeline, seconds, stats, captured, failures)
+
+
+@contextmanager
+def _numbers_alone() -> Iterator[None]:
+    """Fail where pixels are no numbers: diffusers casts NaN to black with a warning alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "invalid value encountered in cast", RuntimeWarning)
+        try:
+            yield
+        except RuntimeWarning as warning:
+            raise ValueError(
+                "the model gave pixels that are no numbers; use --dtype float32, or a "
+                "--guidance-scale nearer to 1"
+            ) from warning
 
 
 def perf_dump(picture: Picture, request: Request, device: torch.device) -> dict[str, Any]:

@@ -277,6 +277,16 @@ def test_missing_weights_are_refused_by_the_first_ones_name(
     assert "transformer lacks 15 weights, such as layers.2." in line
 
 
+def test_pixels_that_are_no_numbers_fail_and_write_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "x.png"
+    arguments = ["generate", *SMALL, "--guidance-scale", "1e308", "--out", str(out)]
+    assert cli.main(arguments) == 1
+    assert "pixels that are no numbers" in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("option", ["--out", "--perf-dump-path"])
 def test_a_link_that_leads_to_itself_is_refused(
     option: str, capsys: pytest.CaptureFixture[str]
