@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from bcg_core.graph import BreakableCUDAGraph, BreakableCUDAGraphCapture
-from bcg_core.layout import Span, byte_range, overlapping, view_at
+from bcg_core.layout import Span, byte_range, dense, overlapping, view_at
 from bcg_core.rng import preserved
 from bcg_core.state import ModuleState, attributes_kept, buffers_preserved
-from bcg_core.tree import flatten, unflatten
+from bcg_core.tree import describe_path, flatten, refuse_hidden_tensors, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,11 +107,16 @@ class Outputs:
             span.memory.untyped_storage().data_ptr(): number
             for number, span in enumerate(static.spans)
         }
+        call_leaves = [index for group in static.groups for index in group]
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
+                refuse_hidden_tensors(leaf, f"{describe_path(self._node, index)} of the module")
                 continue
+            same = [i for i in call_leaves if static.leaves[i] is leaf]
             number = addresses.get(leaf.untyped_storage().data_ptr()) if leaf.numel() else None
-            if number is not None:
+            if same:
+                self._from_input[index] = FromInput(same[0], 0, leaf, True)
+            elif number is not None:
                 self._from_input[index] = _from_input(leaf, static, number)
             elif capture.rewritten(leaf):
                 cloned.append(index)
@@ -149,9 +154,6 @@ class Outputs:
 
 def _from_input(leaf: torch.Tensor, static: StaticInputs, number: int) -> FromInput:
     span = static.spans[number]
-    for index in static.groups[number]:
-        if static.leaves[index] is leaf:
-            return FromInput(index, 0, leaf, True)
     index = static.groups[number][0]
     offset = byte_range(leaf)[0] - byte_range(span.views[0])[0]
     return FromInput(index, offset, leaf, False)
@@ -159,6 +161,8 @@ def _from_input(leaf: torch.Tensor, static: StaticInputs, number: int) -> FromIn
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, made in the caller's own modes."""
+    if not dense(tensor):  # of an expanded tensor, elements share bytes
+        return Span.copy_of([tensor]).views[0]
     copy = torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # A copy starts at the same address modulo this as the original: kernels, and so the bits of a
 # result, are chosen by alignment too.
 ALIGNMENT = 256
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Layout(NamedTuple):
@@ -51,7 +52,7 @@ def require_plain(tensor: torch.Tensor, role: str) -> None:
             f"{role} is a {tensor.layout} tensor of {tensor.dtype}; a graph can hold only dense "
             "strided tensors: convert it before the call, or break around its use"
         )
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if type(tensor) not in PLAIN:
         raise UnsupportedError(
             f"{role} is a {type(tensor).__name__}, a tensor subclass; a graph can hold only plain "
             "tensors: unwrap it before the call, or break around its use"
@@ -136,7 +137,7 @@ class Span:
 
     def refill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the bytes of ``tensors``, which must have the layouts and offsets of the views."""
-        if len(tensors) == 1 and _dense(self.views[0]):
+        if len(tensors) == 1 and dense(self.views[0]):
             self.views[0].copy_(tensors[0])
         elif self.memory.numel():
             low = min(byte_range(t)[0] for t in tensors)
@@ -145,7 +146,7 @@ class Span:
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the bytes of the span into ``tensors``: what a model wrote to its arguments."""
         for view, tensor in zip(self.views, tensors):
-            if _dense(view):
+            if dense(view):
                 tensor.copy_(view)
             else:
                 low, high = byte_range(tensor)
@@ -155,6 +156,6 @@ class Span:
                 )
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def dense(tensor: torch.Tensor) -> bool:
     """Whether each byte under the tensor belongs to exactly one element."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

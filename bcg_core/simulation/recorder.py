@@ -13,7 +13,7 @@ from torch.utils import _python_dispatch as dispatch_modes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bcg_core.errors import CaptureError, CaptureRefusedError, UseAfterFreeError
-from bcg_core.layout import require_plain
+from bcg_core.layout import PLAIN, require_plain
 from bcg_core.location import user_location
 from bcg_core.rng import preserved
 from bcg_core.simulation.host import HostAccess
@@ -162,7 +162,7 @@ class SimulatedRecorder:
         return None  # what is refused here says so itself
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+        if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
             return False
         block = self._arena.block_of(tensor)
         return block is not None and block.birth is self

@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import pytest
@@ -291,6 +292,42 @@ def test_error_of_the_module_itself_is_the_callers(bcg_backend: str, bcg_device:
     runner = GraphRunner(Wrong(), backend=bcg_backend)
     with pytest.raises(ValueError, match="wrong on purpose"):
         runner(rows(2, bcg_device))
+
+
+class Box:
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+
+KEPT = {
+    "expanded": lambda x: x.sum(0, keepdim=True).expand(4, 4),
+    "parameter": lambda x: torch.nn.Parameter(x * 2, requires_grad=False),
+    "in an object": lambda x: Box(x * 2),
+    "in a deque": lambda x: deque([x * 2]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_outputs_of_every_kind_are_the_callers(
+    bcg_backend: str, bcg_device: torch.device, name: str
+):
+    def inside(output: Any) -> torch.Tensor:
+        output = output[0] if isinstance(output, deque) else output
+        return output.inside if isinstance(output, Box) else output
+
+    function = KEPT[name]
+    runner = GraphRunner(function, backend=bcg_backend)
+    x = rows(4, bcg_device)
+    kept = [runner(x + n) for n in range(3)]
+    for n, output in enumerate(kept):
+        assert torch.equal(inside(output), inside(function(x + n)))
+
+
+def test_argument_without_elements_is_returned_itself(bcg_backend: str, bcg_device: torch.device):
+    runner = GraphRunner(lambda x, y: (x, y + 1), backend=bcg_backend)
+    for _ in range(2):
+        empty = rows(0, bcg_device)
+        assert runner(empty, rows(1, bcg_device))[0] is empty
 
 
 def test_break_that_calls_the_runner_again_runs_inline(bcg_backend: str, bcg_device: torch.device):
