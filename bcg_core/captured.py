@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from bcg_core.ambient import modes_applied
+from bcg_core.errors import CaptureError
 from bcg_core.graph import BreakableCUDAGraph, BreakableCUDAGraphCapture
 from bcg_core.layout import Span, byte_range, dense, overlapping, view_at
-from bcg_core.rng import preserved
+from bcg_core.rng import draws_noticed, preserved
 from bcg_core.state import ModuleState, attributes_kept, buffers_preserved
-from bcg_core.tree import describe_path, flatten, refuse_hidden_tensors, unflatten
+from bcg_core.tree import (
+    describe_path,
+    flatten,
+    refuse_hidden_tensors,
+    tree_tensors,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +27,8 @@ if TYPE_CHECKING:
     from bcg_core.backends import Backend, Pool
     from bcg_core.plan import Plan
     from bcg_core.signature import Call
+
+_HOW = "a replay leaves the caller's as they were: return the new value instead"
 
 
 class WarmUpError(Exception):
@@ -53,17 +63,21 @@ class StaticInputs:
             same = first.setdefault(id(call.leaves[index]), index)
             self.leaves[index] = self.leaves[same]
         self._call = call
+        self._given: list[Any] = []
+        self._places = {index: self._place(index) for index in call.device_leaves}
         self.mutated: list[int] = []
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments over the static memory, in containers of their own."""
         call = self._call
-        args, kwargs = unflatten(call.structure, iter(self.leaves), call.arguments)
+        # A long list of plain values is one leaf, and no less the caller's own.
+        self._given = [list(leaf) if type(leaf) is list else leaf for leaf in self.leaves]
+        args, kwargs = unflatten(call.structure, iter(self._given), call.arguments)
         return args, kwargs
 
     def forget_call(self) -> None:
         """Let go of the caller's tensors; those that are burnt in stay with the graph."""
-        del self._call
+        del self._call, self._given
 
     def refill(self, leaves: list[Any]) -> None:
         """Copy a call's tensors in."""
@@ -81,6 +95,26 @@ class StaticInputs:
             if written or not torch.equal(span.memory, copy):
                 self.mutated.append(number)
                 span.memory.copy_(copy)
+
+    def require_unchanged(self, arguments: Any) -> None:
+        """Refuse a body that did to its arguments what no replay does to the caller's."""
+        leaves: list[Any] = []
+        if flatten(arguments, leaves) != self._call.structure:
+            raise CaptureError(f"forward adds to its arguments, or takes from them; {_HOW}")
+        for index, (now, given) in enumerate(zip(leaves, self._given)):
+            if now is not given or (type(now) is list and now != self._call.leaves[index]):
+                raise CaptureError(f"forward changes argument {self._call.path(index)}; {_HOW}")
+        for index in self._call.device_leaves:
+            if self._place(index) != self._places[index]:
+                raise CaptureError(
+                    f"forward gives argument {self._call.path(index)} other memory, another "
+                    f"layout or gradients; {_HOW}"
+                )
+
+    def _place(self, index: int) -> Any:
+        leaf = self.leaves[index]
+        # Not layout_of(), which takes strides that hold one element for the same.
+        return leaf.data_ptr(), leaf.size(), leaf.stride(), leaf.dtype, leaf.requires_grad
 
     def write_back(self, leaves: list[Any]) -> None:
         """Give the caller what the model wrote to its arguments."""
@@ -199,16 +233,26 @@ class CapturedCall:
 
             def warm_up() -> None:
                 args, kwargs = self.static.arguments()
-                with backend.warm_up():
+                output = None
+
+                def run() -> None:
+                    nonlocal output
+                    with modes_applied(call.signature.ambient.modes):
+                        output = body(*args, **kwargs)
+
+                with backend.warm_up(), draws_noticed():
                     try:
-                        self.static.note_mutations(lambda: body(*args, **kwargs))
+                        self.static.note_mutations(run)
                     except Exception as error:
                         raise WarmUpError(error) from error
+                self.static.require_unchanged((args, kwargs))
+                if any(t.requires_grad for t in tree_tensors(output)):
+                    raise CaptureError("its result needs gradients, which no replay computes")
 
             with plan(warm_up), attributes_kept(module, warn):
                 capture = BreakableCUDAGraphCapture(self.graph, backend=backend.name)
                 args, kwargs = self.static.arguments()
-                with capture:
+                with capture, torch.set_grad_enabled(call.signature.ambient.modes.grad):
                     output = body(*args, **kwargs)
                 self.outputs = Outputs(output, self.static, capture)
                 del output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import threading
 import time
 from collections import deque
@@ -328,6 +329,89 @@ def test_argument_without_elements_is_returned_itself(bcg_backend: str, bcg_devi
     for _ in range(2):
         empty = rows(0, bcg_device)
         assert runner(empty, rows(1, bcg_device))[0] is empty
+
+
+def _enabled(x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return torch.autograd.grad((x.requires_grad_() ** 2).sum(), x)[0]
+
+
+ARGUMENTS_CHANGED = {
+    "entry added": (lambda x, d: d.update(new=x * 2) or x + 1, {}, "adds to its arguments"),
+    "entry replaced": (lambda x, d: d.update(old=x * 2) or x + 1, {"old": 1}, "changes argument"),
+    "long list": (lambda x, d: d.append(1) or x * len(d), [1] * 40, "changes argument"),
+    "shape": (lambda x, d: x.unsqueeze_(0) * 2, None, "another layout"),
+    "memory": (lambda x, d: setattr(x, "data", x * 2) or x + 1, None, "other memory"),
+    "gradient": (lambda x, d: _enabled(x), None, "gradients"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_CHANGED)
+def test_forward_that_changes_its_arguments_runs_eagerly(
+    bcg_backend: str, bcg_device: torch.device, name: str
+):
+    function, extra, reason = ARGUMENTS_CHANGED[name]
+    runner = GraphRunner(function, backend=bcg_backend)
+    for n in range(2):
+        given = [(rows(4, bcg_device) + n, copy.copy(extra)) for _ in range(2)]
+        with torch.no_grad():
+            output, expected = runner(*given[0]), function(*given[1])
+        assert torch.equal(output, expected)
+        assert repr(given[0]) == repr(given[1])
+    assert any(reason in miss for miss in runner.stats.misses)
+
+
+def test_result_with_gradients_is_found_where_no_argument_has_them(
+    bcg_backend: str, bcg_device: torch.device
+):
+    weight = torch.ones(4, device=bcg_device, requires_grad=True)
+    runner = GraphRunner(lambda x: x * weight, backend=bcg_backend)
+    for _ in range(2):
+        assert runner(rows(2, bcg_device)).requires_grad
+    with torch.no_grad():
+        runner(rows(2, bcg_device))
+    assert runner.stats.captures == 1
+
+
+def test_forward_sees_the_mode_of_the_call(bcg_backend: str, bcg_device: torch.device):
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch.is_grad_enabled() else x * 3
+
+    runner = GraphRunner(function, backend=bcg_backend)
+    x = rows(2, bcg_device)
+    assert torch.equal(runner(x), x * 2)
+    with torch.no_grad():
+        assert torch.equal(runner(x), x * 3)
+
+
+def test_buffer_of_inference_mode_updated_in_place(bcg_backend: str, bcg_device: torch.device):
+    with torch.inference_mode():
+        norm = torch.nn.BatchNorm1d(4).to(bcg_device)
+        norm.register_buffer("seen", torch.zeros((), device=bcg_device))
+        norm.register_forward_pre_hook(lambda module, args: module.seen.add_(1) and None)
+        runner = GraphRunner(norm, backend=bcg_backend)
+        for _ in range(3):
+            runner(rows(2, bcg_device))
+        assert norm.seen == 3
+
+
+@pytest.mark.parametrize("generator", ["Python", "NumPy"])
+def test_draws_of_other_generators_run_eagerly(
+    bcg_backend: str, bcg_device: torch.device, generator: str
+):
+    numpy = pytest.importorskip("numpy")
+    seed, draw = {
+        "Python": (random.seed, random.random),
+        "NumPy": (numpy.random.seed, numpy.random.random),
+    }[generator]
+
+    runner = GraphRunner(lambda x: x * draw(), backend=bcg_backend)
+    x = rows(2, bcg_device)
+    seed(0)
+    outputs = [runner(x) for _ in range(3)]
+    seed(0)
+    assert all(torch.equal(output, x * draw()) for output in outputs)
+    assert any(f"generator of {generator}" in miss for miss in runner.stats.misses)
 
 
 def test_break_that_calls_the_runner_again_runs_inline(bcg_backend: str, bcg_device: torch.device):
