@@ -12,7 +12,7 @@ from bcg_core.errors import CaptureError
 from bcg_core.graph import BreakableCUDAGraph, BreakableCUDAGraphCapture
 from bcg_core.layout import Span, byte_range, dense, overlapping, view_at
 from bcg_core.rng import draws_noticed, preserved
-from bcg_core.state import ModuleState, attributes_kept, buffers_preserved
+from bcg_core.state import ModuleState, attributes_kept, state_preserved
 from bcg_core.tree import (
     describe_path,
     flatten,
@@ -116,6 +116,11 @@ class StaticInputs:
         # Not layout_of(), which takes strides that hold one element for the same.
         return leaf.data_ptr(), leaf.size(), leaf.stride(), leaf.dtype, leaf.requires_grad
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in this memory."""
+        storage = tensor.untyped_storage().data_ptr()
+        return any(span.memory.untyped_storage().data_ptr() == storage for span in self.spans)
+
     def write_back(self, leaves: list[Any]) -> None:
         """Give the caller what the model wrote to its arguments."""
         with torch.no_grad():
@@ -215,7 +220,6 @@ class CapturedCall:
         backend: Backend,
         pool: Pool,
         plan: Plan,
-        warn: Callable[[str], None],
     ) -> None:
         self.signature = call.signature
         # What is compared by identity must not give its address to another object.
@@ -227,7 +231,7 @@ class CapturedCall:
         self.static = StaticInputs(call)
         with ExitStack() as stack:
             stack.enter_context(preserved(generators, call.device))
-            stack.enter_context(buffers_preserved(module))
+            kept = stack.enter_context(state_preserved(module))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
 
@@ -246,18 +250,20 @@ class CapturedCall:
                     except Exception as error:
                         raise WarmUpError(error) from error
                 self.static.require_unchanged((args, kwargs))
+                kept.warmed()
                 if any(t.requires_grad for t in tree_tensors(output)):
                     raise CaptureError("its result needs gradients, which no replay computes")
 
-            with plan(warm_up), attributes_kept(module, warn):
+            with plan(warm_up), attributes_kept(module):
                 capture = BreakableCUDAGraphCapture(self.graph, backend=backend.name)
                 args, kwargs = self.static.arguments()
                 with capture, torch.set_grad_enabled(call.signature.ambient.modes.grad):
                     output = body(*args, **kwargs)
                 self.outputs = Outputs(output, self.static, capture)
                 del output
+            self.state = ModuleState(module)
+            self.state.require_own(lambda t: capture.rewritten(t) or self.static.holds(t))
         self.static.forget_call()
-        self.state = ModuleState(module)
 
     def replay(self, call: Call) -> Any:
         """Answer a call of this signature; the caller holds the pool."""

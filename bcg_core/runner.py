@@ -359,7 +359,6 @@ class GraphRunner:
             self._backend,
             self._pool,
             plan,
-            warn=lambda text: logger.warning("%s: %s", self.name, text),
         )
 
     def _tell_capture(self, captured: CapturedCall, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from bcg_core.errors import CaptureError
-from bcg_core.layout import layout_of
+from bcg_core.layout import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,14 +73,27 @@ class ModuleState:
             self._watch(container, key, value, "attribute", name)
         elif isinstance(value, (list, dict, tuple)) and value:
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            inside = [(k, v) for k, v in items if isinstance(v, torch.Tensor)]
+            inside = [
+                (k, v)
+                for k, v in items
+                if isinstance(v, torch.Tensor) or (depth < _MAX_DEPTH and _holds_tensors(v))
+            ]
             if inside:
                 self._watch(container, key, value, "attribute", name)
                 for k, v in inside:
-                    self._watch(value, k, v, "attribute", f"{name}[{k!r}]")
+                    self._watch_tensors(value, k, v, f"{name}[{k!r}]", depth + 1)
         elif depth < _MAX_DEPTH and _is_plain_object(value):
             for k, v in value.__dict__.items():
                 self._watch_tensors(value.__dict__, k, v, f"{name}.{k}", depth + 1)
+
+    def require_own(self, foreign: Callable[[torch.Tensor], bool]) -> None:
+        """Refuse a module that keeps a tensor whose memory each replay rewrites."""
+        for _, _, value, address, kind, name in self._watched:
+            if address and foreign(value):
+                raise CaptureError(
+                    f"forward leaves a tensor of this call in {kind} {name}, which a replay "
+                    "would not do; return it instead, or update a tensor in place"
+                )
 
     def difference(self) -> str | None:
         """What has changed since, in one line; ``None`` while a replay still sees the module."""
@@ -105,6 +119,13 @@ class ModuleState:
         return None
 
 
+def _holds_tensors(value: Any) -> bool:
+    if not isinstance(value, (list, dict, tuple)):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return any(isinstance(part, (torch.Tensor, list, dict, tuple)) for part in parts)
+
+
 def _is_plain_object(value: Any) -> bool:
     """Whether a value is an object with data, rather than a module, a class or code."""
     if isinstance(value, (torch.nn.Module, type, types.ModuleType)) or hasattr(value, "__code__"):
@@ -120,55 +141,98 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-@contextmanager
-def buffers_preserved(module: torch.nn.Module | None) -> Iterator[None]:
-    """Put back the values and the identity of every buffer, however the body ends.
+class Preserved:
+    """Buffers, tensor attributes and Python attributes of a module, over warm-up and capture.
 
-    Batch statistics, counters and moving averages must not be updated by a warm-up or a capture.
+    What each call writes to a tensor in place is undone: batch statistics, counters, caches. What
+    the warm-up wrote and the capture did not is an initialisation, done once, and stays.
     """
-    saved = []
-    if module is not None:
-        for submodule in module.modules():
-            for name, buffer in submodule._buffers.items():
-                if buffer is not None:
-                    saved.append((submodule._buffers, name, buffer, buffer.detach().clone()))
-    try:
-        yield
-    finally:
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        self._saved: list[tuple[torch.Tensor, Span]] = []
+        self._warmed: list[Span] = []
+        self._attributes: list[tuple[Any, Any]] = []
+        if module is None:
+            return
+        tensors: dict[int, torch.Tensor] = {}
+        for _, _, value, address, kind, _ in ModuleState(module)._watched:
+            if address and kind in ("buffer", "attribute"):
+                tensors.setdefault(id(value), value)
         with torch.no_grad():
-            for entries, name, buffer, copy in saved:
-                entries[name] = buffer
-                if not torch.equal(buffer, copy):
-                    buffer.copy_(copy)
+            self._saved = [(t, Span.copy_of([t])) for t in tensors.values()]
+        for submodule in module.modules():
+            attributes = submodule.__dict__
+            self._save_attributes(attributes)
+
+    def _save_attributes(self, container: Any, depth: int = 0) -> None:
+        self._attributes.append((container, copy.copy(container)))
+        for value in container.values() if isinstance(container, dict) else container:
+            if type(value) in (dict, list) and depth <= _MAX_DEPTH:
+                self._save_attributes(value, depth + 1)
+
+    def warmed(self) -> None:
+        """To be called between warm-up and capture."""
+        with torch.no_grad():
+            self._warmed = [Span.copy_of([tensor]) for tensor, _ in self._saved]
+
+    def undo_writes(self) -> None:
+        """Put back the values that the capture, too, has written."""
+        with torch.no_grad():
+            warmed = self._warmed or [before for _, before in self._saved]
+            for (tensor, before), after in zip(self._saved, warmed):
+                now = Span.copy_of([tensor])
+                if after is before or not torch.equal(now.memory, after.memory):
+                    before.write_back([tensor])
+
+    def undo(self) -> None:
+        """Put back everything, after a failure."""
+        for container, entries in self._attributes:
+            if isinstance(container, list):
+                container[:] = entries
+                continue
+            # Not cleared first: other threads may be calling the module.
+            container.update(entries)
+            for name in container.keys() - entries.keys():
+                del container[name]
+        self._warmed = []
+        self.undo_writes()
 
 
 @contextmanager
-def attributes_kept(module: torch.nn.Module | None, warn: Callable[[str], None]) -> Iterator[None]:
+def state_preserved(module: torch.nn.Module | None) -> Iterator[Preserved]:
+    """Warm-up and capture leave no trace in the module, and a failure none at all."""
+    preserved = Preserved(module)
+    try:
+        yield preserved
+    except BaseException:
+        preserved.undo()
+        raise
+    preserved.undo_writes()
+
+
+@contextmanager
+def attributes_kept(module: torch.nn.Module | None) -> Iterator[None]:
     """Undo what the body rebinds: tensors of the graph's pool must not stay in the module.
 
-    A buffer that ends with another value than it began with makes the capture fail: eager would
-    rebind it at every call, and a replay cannot.
+    A tensor that is exchanged for another makes the capture fail: eager would rebind it at every
+    call, and a replay cannot. That both hold the same values here says nothing of other inputs.
     """
     before = ModuleState(module)
     yield
     for container, key, value, _, kind, name in before._watched:
-        if not isinstance(container, dict) or kind == "module":
+        if not isinstance(container, (dict, list)) or kind == "module":
             continue
-        now = container.get(key)
+        try:
+            now = container[key]
+        except (KeyError, IndexError):
+            now = None
         if now is value:
             continue
+        if isinstance(container, list) and key >= len(container):
+            raise CaptureError(f"forward removes {name}, which a replay would not do")
         container[key] = value
-        if kind == "attribute":
-            if not _same(now, value):
-                warn(f"forward rebinds {name}; a replay leaves it as it was")
-        elif not _same(now, value):
+        if isinstance(value, torch.Tensor):
             raise CaptureError(
-                f"forward rebinds {kind} {name} to a new value, which a replay would not do; "
+                f"forward rebinds {kind} {name} to a new tensor, which a replay would not do; "
                 f"update it in place ({name}.copy_(...)) instead"
             )
-
-
-def _same(now: Any, before: Any) -> bool:
-    if not isinstance(now, torch.Tensor) or not isinstance(before, torch.Tensor):
-        return now is before
-    return layout_of(now) == layout_of(before) and torch.equal(now, before)

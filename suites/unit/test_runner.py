@@ -414,6 +414,73 @@ def test_draws_of_other_generators_run_eagerly(
     assert any(f"generator of {generator}" in miss for miss in runner.stats.misses)
 
 
+class Keeping(torch.nn.Module):
+    """Keeps something from call to call, in the way that ``step`` says."""
+
+    def __init__(self, step: Any, kept: Any) -> None:
+        super().__init__()
+        self.step = step
+        self.ready = False
+        if step is _fill_once:
+            self.register_buffer("kept", kept)
+        else:
+            self.kept = kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.step(self, x)
+
+
+def _difference_from_the_last(self: Any, x: torch.Tensor, copied: bool) -> torch.Tensor:
+    last, self.kept = self.kept, x.clone() if copied else x
+    return x * 1 if last is None else x - last
+
+
+def _fill_once(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if not self.ready:
+        self.kept.copy_(x[0])
+        self.ready = True
+    return x + self.kept
+
+
+IN_PLACE = {
+    "attribute": (lambda self, x: self.kept.add_(x[0]) + x, lambda zeros: zeros),
+    "in a list": (lambda self, x: self.kept[0].add_(x[0]) + x, lambda zeros: [zeros]),
+    "nested": (lambda self, x: self.kept["a"][0].add_(x[0]) + x, lambda zeros: {"a": [zeros]}),
+    "buffer filled once": (_fill_once, lambda zeros: zeros),
+}
+REBOUND = {
+    "attribute": (lambda self, x: setattr(self, "kept", self.kept + 1) or x, lambda zeros: zeros),
+    "equal for equal inputs": (lambda s, x: _difference_from_the_last(s, x, True), lambda _: None),
+    "an argument": (lambda s, x: _difference_from_the_last(s, x, False), lambda _: None),
+    "in a list": (lambda s, x: s.kept.append(x * 2) or x * len(s.kept), lambda _: []),
+    "in a dict": (lambda s, x: s.kept.update(a=s.kept["a"] + x) or s.kept["a"], lambda z: {"a": z}),
+}
+
+
+def check_keeping(backend: str, device: torch.device, step: Any, kept: Any) -> GraphRunner:
+    module, eager = (Keeping(step, kept(torch.zeros(4, device=device))) for _ in range(2))
+    runner = GraphRunner(module, backend=backend)
+    for n in range(4):
+        x = rows(4, device) * (n + 1)
+        assert torch.equal(runner(x), eager(x))
+    assert repr(module.kept) == repr(eager.kept)
+    return runner
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_tensors_of_the_module_are_updated_once_a_call(
+    bcg_backend: str, bcg_device: torch.device, name: str
+):
+    assert check_keeping(bcg_backend, bcg_device, *IN_PLACE[name]).stats.replays == 3
+
+
+@pytest.mark.parametrize("name", REBOUND)
+def test_module_that_keeps_new_tensors_runs_eagerly(
+    bcg_backend: str, bcg_device: torch.device, name: str
+):
+    assert check_keeping(bcg_backend, bcg_device, *REBOUND[name]).stats.fallbacks == 1
+
+
 def test_break_that_calls_the_runner_again_runs_inline(bcg_backend: str, bcg_device: torch.device):
     runners: list[GraphRunner] = []
 
