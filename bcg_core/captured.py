@@ -12,7 +12,7 @@ from bcg_core.errors import CaptureError
 from bcg_core.graph import BreakableCUDAGraph, BreakableCUDAGraphCapture
 from bcg_core.layout import Span, byte_range, dense, overlapping, view_at
 from bcg_core.rng import draws_noticed, preserved
-from bcg_core.state import ModuleState, attributes_kept, state_preserved
+from bcg_core.state import ModuleState, attributes_kept, generators_of, state_preserved
 from bcg_core.tree import (
     describe_path,
     flatten,
@@ -225,7 +225,8 @@ class CapturedCall:
         # What is compared by identity must not give its address to another object.
         self._kept = [leaf for leaf in call.leaves if not isinstance(leaf, torch.Tensor)]
         self.graph = BreakableCUDAGraph(pool.handle)
-        generators = tuple(g for g in call.leaves if isinstance(g, torch.Generator))
+        given = (g for g in call.leaves if isinstance(g, torch.Generator))
+        generators = (*given, *generators_of(module))
         for generator in generators:
             self.graph.register_generator_state(generator)
         self.static = StaticInputs(call)

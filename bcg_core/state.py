@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = {
+    name: getattr(torch.nn.modules.module, f"_global_{name}")
+    for name in ("forward_hooks", "forward_pre_hooks")
+}
 _MAX_DEPTH = 2
 
 
 class Watched(NamedTuple):
-    """One tensor or submodule, where it is found, and its address at capture."""
+    """One tensor or submodule, where it is found, and its address and layout at capture."""
 
     container: Any
     key: Any
     value: Any
-    address: int | None
+    address: Any
     kind: str
     name: str
 
@@ -42,6 +46,10 @@ class ModuleState:
     def __init__(self, module: torch.nn.Module | None) -> None:
         self._watched: list[Watched] = []
         self._sizes: list[tuple[Any, int, str]] = []
+        # By key, not by number: the key of a hook is never used again.
+        self._hooks: list[tuple[Any, tuple[int, ...], str]] = [
+            (hooks, tuple(hooks), f"torch's {name}") for name, hooks in _GLOBAL_HOOKS.items()
+        ]
         self._training: list[tuple[torch.nn.Module, bool, str]] = []
         self._forwards: list[tuple[dict[str, Any], Any, str]] = []
         if module is None:
@@ -51,7 +59,9 @@ class ModuleState:
             attributes = submodule.__dict__
             self._forwards.append((attributes, attributes.get("forward"), path))
             for hooks in _HOOKS:
-                self._sizes.append((attributes[hooks], len(attributes[hooks]), _join(path, hooks)))
+                self._hooks.append(
+                    (attributes[hooks], tuple(attributes[hooks]), _join(path, hooks))
+                )
             for registry in _REGISTRIES:
                 entries = attributes[registry]
                 self._sizes.append((entries, len(entries), _join(path, registry)))
@@ -62,7 +72,9 @@ class ModuleState:
                     self._watch_tensors(attributes, name, value, _join(path, name))
 
     def _watch(self, container: Any, key: Any, value: Any, kind: str, name: str) -> None:
-        address = value.data_ptr() if isinstance(value, torch.Tensor) and _plain(value) else None
+        address = None
+        if isinstance(value, torch.Tensor) and _plain(value):
+            address = _place(value)
         self._watched.append(Watched(container, key, value, address, kind, name))
 
     def _watch_tensors(
@@ -104,11 +116,14 @@ class ModuleState:
                 return f"{kind} {name} was removed"
             if now is not value:
                 return f"{kind} {name} was replaced"
-            if address is not None and value.data_ptr() != address:
+            if address is not None and _place(value) != address:
                 return f"{kind} {name} was moved"
         for entries, size, name in self._sizes:
             if len(entries) != size:
                 return f"{name} has {len(entries)} entries, captured were {size}"
+        for hooks, keys, name in self._hooks:
+            if tuple(hooks) != keys:
+                return f"{name} have changed"
         for attributes, forward, path in self._forwards:
             if attributes.get("forward") is not forward:
                 return f"forward of {path or 'the module'} was replaced"
@@ -133,12 +148,23 @@ def _is_plain_object(value: Any) -> bool:
     return isinstance(getattr(value, "__dict__", None), dict) and not hasattr(value, "__func__")
 
 
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.size(), tensor.stride()
+
+
 def _plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def generators_of(module: torch.nn.Module | None) -> list[torch.Generator]:
+    """The random generators that a module holds in its attributes."""
+    parts = module.modules() if module is not None else ()
+    values = [value for part in parts for value in part.__dict__.values()]
+    return [value for value in values if isinstance(value, torch.Generator)]
 
 
 class Preserved:

@@ -700,6 +700,27 @@ def test_stale_pointers_tensor_attribute_replaced(bcg_backend: str, rand: Any):
     assert runner.stats.misses["attribute table was replaced"] == 1
 
 
+def test_stale_pointers_layout_and_hooks_exchanged_one_for_one(
+    bcg_backend: str, net: Net, rand: Any
+):
+    runner = GraphRunner(net, backend=bcg_backend)
+    x = rand(4, 8)
+    runner(x)
+    net.first.weight.data = net.first.weight.data.t()
+    assert torch.equal(runner(x), net(x))
+    hook = net.first.register_forward_hook(lambda module, args, output: output * 2)
+    runner(x)
+    hook.remove()
+    net.first.register_forward_hook(lambda module, args, output: output * 3)
+    assert torch.equal(runner(x), net(x))
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda m, args, output: output + 1)
+    try:
+        assert torch.equal(runner(x), net(x))
+    finally:
+        hook.remove()
+    assert torch.equal(runner(x), net(x))
+
+
 # 9. One replay at a time
 
 

@@ -481,6 +481,24 @@ def test_module_that_keeps_new_tensors_runs_eagerly(
     assert check_keeping(bcg_backend, bcg_device, *REBOUND[name]).stats.fallbacks == 1
 
 
+def test_generator_of_the_module_is_drawn_from_as_in_eager(
+    bcg_backend: str, bcg_device: torch.device
+):
+    class Noise(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator(bcg_device).manual_seed(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(4, generator=self.generator, device=x.device)
+
+    runner, eager = GraphRunner(Noise(), backend=bcg_backend), Noise()
+    x = rows(2, bcg_device)
+    for _ in range(3):
+        assert torch.equal(runner(x), eager(x))
+    assert runner.stats.replays == 2
+
+
 def test_break_that_calls_the_runner_again_runs_inline(bcg_backend: str, bcg_device: torch.device):
     runners: list[GraphRunner] = []
 
