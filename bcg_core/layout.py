@@ -45,12 +45,32 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return Layout(shape, stride, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided memory, rather than sparse, nested, transformed or without any.
+
+    A tensor that ``torch.func`` transforms is a wrapper, and of the plain type nevertheless.
+    """
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+        and not tensor._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    kinds = {"quantized": tensor.is_quantized, "nested": tensor.is_nested, "meta": tensor.is_meta}
+    return next((kind for kind, holds in kinds.items() if holds), "torch.func-transformed or zero")
+
+
 def require_plain(tensor: torch.Tensor, role: str) -> None:
     """Refuse, by ``role``, tensors that are not plain strided memory."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if not is_plain(tensor):
         raise UnsupportedError(
-            f"{role} is a {tensor.layout} tensor of {tensor.dtype}; a graph can hold only dense "
-            "strided tensors: convert it before the call, or break around its use"
+            f"{role} is a {_kind(tensor)} tensor of {tensor.dtype}; a graph can hold only dense "
+            "strided tensors in memory: convert it before the call, or break around its use"
         )
     if type(tensor) not in PLAIN:
         raise UnsupportedError(

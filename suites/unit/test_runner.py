@@ -499,6 +499,32 @@ def test_generator_of_the_module_is_drawn_from_as_in_eager(
     assert runner.stats.replays == 2
 
 
+NOT_PLAIN = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "zero": lambda: torch._efficientzerotensor(3),
+    "within an element": lambda: torch.frombuffer(bytearray(41), dtype=torch.float32, offset=1)[
+        ::2
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_tensor_without_plain_memory_runs_eagerly_with_the_reason(name: str):
+    runner = GraphRunner(lambda x, other: (x + 1, other * 2), backend="simulated")
+    x, other = torch.ones(4), NOT_PLAIN[name]()
+    assert repr(runner(x, other)) == repr((x + 1, other * 2))
+    assert runner.stats.eager_calls == 1
+    assert "argument [1]" in next(iter(runner.stats.misses))
+
+
+def test_transforms_of_torch_func_go_through_a_runner(bcg_backend: str, bcg_device: torch.device):
+    runner = GraphRunner(lambda x: x * x, backend=bcg_backend)
+    x = rows(2, bcg_device)
+    assert torch.equal(torch.vmap(runner)(x), x * x)
+    assert torch.equal(torch.func.jvp(runner, (x,), (x,))[1], 2 * x * x)
+
+
 def test_break_that_calls_the_runner_again_runs_inline(bcg_backend: str, bcg_device: torch.device):
     runners: list[GraphRunner] = []
 
