@@ -230,6 +230,7 @@ class CapturedCall:
         for generator in generators:
             self.graph.register_generator_state(generator)
         self.static = StaticInputs(call)
+        before = ModuleState(module)
         with ExitStack() as stack:
             stack.enter_context(preserved(generators, call.device))
             kept = stack.enter_context(state_preserved(module))
@@ -263,6 +264,7 @@ class CapturedCall:
                 self.outputs = Outputs(output, self.static, capture)
                 del output
             self.state = ModuleState(module)
+            self.state.ignore_changes_since(before)
             self.state.require_own(lambda t: capture.rewritten(t) or self.static.holds(t))
         self.static.forget_call()
 

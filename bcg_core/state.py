@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import types
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 
 from bcg_core.errors import CaptureError
 from bcg_core.layout import Span
+from bcg_core.tree import ATOMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,6 +23,8 @@ _GLOBAL_HOOKS = {
     name: getattr(torch.nn.modules.module, f"_global_{name}")
     for name in ("forward_hooks", "forward_pre_hooks")
 }
+_WATCHED_ELSEWHERE = frozenset({"forward", "training"})
+_ABSENT = object()
 _MAX_DEPTH = 2
 
 
@@ -35,12 +39,51 @@ class Watched(NamedTuple):
     name: str
 
 
+class Plain:
+    """The Python attributes of a module or a helper object: numbers, flags, functions, objects.
+
+    Tensors are among them, but ``ModuleState`` looks at those before.
+    """
+
+    def __init__(self, container: dict[str, Any], path: str) -> None:
+        self.container = container
+        self.path = path
+        self.entries = dict(container)
+        self.ignored: set[str] = set()
+        self._values = tuple(container.values())
+
+    def difference(self) -> str | None:
+        """The name of an attribute that is no longer what it was."""
+        container = self.container
+        if len(container) == len(self._values) and not any(
+            map(operator.is_not, container.values(), self._values)
+        ):
+            return None
+        changed = [name for name in self.changes(self.entries) if name not in self.ignored]
+        return _join(self.path, changed[0]) if changed else None
+
+    def changes(self, entries: dict[str, Any]) -> list[str]:
+        """The names whose values are others than in ``entries``, or are in one alone."""
+        now = dict(self.container)
+        return [
+            name
+            for name in {**entries, **now}
+            if name not in _WATCHED_ELSEWHERE
+            and not _equal(now.get(name, _ABSENT), entries.get(name, _ABSENT))
+        ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and type(a) in ATOMS and repr(a) == repr(b))
+
+
 class ModuleState:
     """Tensors and structure of a module when it was captured.
 
     :meth:`difference` finds what a replay would not see: a parameter, buffer or tensor attribute
-    that was replaced or moved, a submodule that was exchanged, train for eval. Values changed in
-    place are seen by a replay and are no difference.
+    that was replaced or moved, a submodule or Python attribute that was exchanged, train for eval.
+    Values changed in place are seen by a replay and are no difference, nor is what the forward
+    pass itself counts or notes in its attributes.
     """
 
     def __init__(self, module: torch.nn.Module | None) -> None:
@@ -51,6 +94,7 @@ class ModuleState:
             (hooks, tuple(hooks), f"torch's {name}") for name, hooks in _GLOBAL_HOOKS.items()
         ]
         self._training: list[tuple[torch.nn.Module, bool, str]] = []
+        self._plain: list[Plain] = []
         self._forwards: list[tuple[dict[str, Any], Any, str]] = []
         if module is None:
             return
@@ -67,9 +111,12 @@ class ModuleState:
                 self._sizes.append((entries, len(entries), _join(path, registry)))
                 for name, value in entries.items():
                     self._watch(entries, name, value, registry[1:-1], _join(path, name))
+            self._plain.append(Plain(attributes, path))
             for name, value in attributes.items():
                 if name not in _REGISTRIES:
                     self._watch_tensors(attributes, name, value, _join(path, name))
+                    if _is_plain_object(value):
+                        self._plain.append(Plain(value.__dict__, _join(path, name)))
 
     def _watch(self, container: Any, key: Any, value: Any, kind: str, name: str) -> None:
         address = None
@@ -97,6 +144,13 @@ class ModuleState:
         elif depth < _MAX_DEPTH and _is_plain_object(value):
             for k, v in value.__dict__.items():
                 self._watch_tensors(value.__dict__, k, v, f"{name}.{k}", depth + 1)
+
+    def ignore_changes_since(self, before: ModuleState) -> None:
+        """Leave aside the Python attributes that the forward pass itself has changed."""
+        then = {id(plain.container): plain for plain in before._plain}
+        for plain in self._plain:
+            old = then.get(id(plain.container))
+            plain.ignored = set(plain.changes(old.entries)) if old is not None else set()
 
     def require_own(self, foreign: Callable[[torch.Tensor], bool]) -> None:
         """Refuse a module that keeps a tensor whose memory each replay rewrites."""
@@ -127,6 +181,10 @@ class ModuleState:
         for attributes, forward, path in self._forwards:
             if attributes.get("forward") is not forward:
                 return f"forward of {path or 'the module'} was replaced"
+        for plain in self._plain:
+            changed = plain.difference()
+            if changed is not None:
+                return f"attribute {changed} was changed"
         for submodule, training, path in self._training:
             if submodule.training is not training:
                 mode = "train" if submodule.training else "eval"

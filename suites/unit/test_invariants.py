@@ -721,6 +721,43 @@ def test_stale_pointers_layout_and_hooks_exchanged_one_for_one(
     assert torch.equal(runner(x), net(x))
 
 
+def test_stale_pointers_python_attributes_changed_from_outside(bcg_backend: str, rand: Any):
+    class Options:
+        gain = 1.0
+
+        def __init__(self) -> None:
+            self.gain = 2.0
+
+    class Configured(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 2.0
+            self.act = torch.sin
+            self.options = Options()
+            self.entered = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.entered += 1
+            return self.act(x) * self.scale * self.options.gain
+
+    module = Configured()
+    runner = GraphRunner(module, backend=bcg_backend)
+    x = rand(4, 8)
+    runner(x)
+    for change in (
+        lambda: setattr(module, "scale", 3.0),
+        lambda: setattr(module, "act", torch.cos),
+        lambda: setattr(module.options, "gain", 4.0),
+        lambda: delattr(module.options, "gain"),
+    ):
+        change()
+        assert torch.equal(runner(x), module(x))
+        replays = runner.stats.replays
+        runner(x)
+        assert runner.stats.replays == replays + 1, "what forward counts itself is no change"
+    assert runner.stats.misses["attribute options.gain was changed"] == 2
+
+
 # 9. One replay at a time
 
 
