@@ -267,6 +267,18 @@ class CapturedCall:
             self.state.ignore_changes_since(before)
             self.state.require_own(lambda t: capture.rewritten(t) or self.static.holds(t))
         self.static.forget_call()
+        writes = self.static.mutated or kept.wrote
+        self._apart = self.state.memory() if writes else set()
+
+    def overlap(self, call: Call) -> str | None:
+        """Which argument is the module's own tensor, where one of both is written to.
+
+        In eager a write to one is seen in the other; a replay reads a copy of the argument.
+        """
+        for index in call.device_leaves if self._apart else ():
+            if call.leaves[index].untyped_storage().data_ptr() in self._apart:
+                return f"argument {call.path(index)} is a tensor of the module, and written to"
+        return None
 
     def replay(self, call: Call) -> Any:
         """Answer a call of this signature; the caller holds the pool."""

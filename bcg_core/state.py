@@ -152,6 +152,11 @@ class ModuleState:
             old = then.get(id(plain.container))
             plain.ignored = set(plain.changes(old.entries)) if old is not None else set()
 
+    def memory(self) -> set[int]:
+        """The storages of the module's tensors."""
+        values = [w.value for w in self._watched if w.address]
+        return {value.untyped_storage().data_ptr() for value in values} - {0}
+
     def require_own(self, foreign: Callable[[torch.Tensor], bool]) -> None:
         """Refuse a module that keeps a tensor whose memory each replay rewrites."""
         for _, _, value, address, kind, name in self._watched:
@@ -259,6 +264,8 @@ class Preserved:
         with torch.no_grad():
             self._warmed = [Span.copy_of([tensor]) for tensor, _ in self._saved]
 
+    wrote = False
+
     def undo_writes(self) -> None:
         """Put back the values that the capture, too, has written."""
         with torch.no_grad():
@@ -267,6 +274,7 @@ class Preserved:
                 now = Span.copy_of([tensor])
                 if after is before or not torch.equal(now.memory, after.memory):
                     before.write_back([tensor])
+                    self.wrote = True
 
     def undo(self) -> None:
         """Put back everything, after a failure."""

@@ -575,6 +575,27 @@ def test_eager_equivalence_aliased_and_mutated_inputs(bcg_backend: str, rand: An
     assert runner.stats.replays == 6
 
 
+def test_eager_equivalence_argument_that_is_a_tensor_of_the_module(
+    bcg_backend: str, bcg_device: Any, rand: Any
+):
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(4, 8, device=bcg_device))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return x + self.state
+
+    module, eager = Own(), Own()
+    runner = GraphRunner(module, backend=bcg_backend)
+    for _ in range(2):
+        assert torch.equal(runner(module.state), eager(eager.state))
+        assert torch.equal(module.state, eager.state)
+        assert torch.equal(runner(rand(4, 8)), eager(rand(4, 8)))
+    assert runner.stats.replays == 2
+
+
 def test_eager_equivalence_outputs_that_are_inputs_or_weights(
     bcg_backend: str, net: Net, rand: Any
 ):
