@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bcg_core.errors import BridgeError, UnsupportedError
+from bcg_core.errors import BridgeError
 from bcg_core.layout import Layout, Span, layout_of, overlapping, require_plain
-from bcg_core.tree import ATOMS, Node, describe_path, flatten, unflatten
+from bcg_core.tree import (
+    ATOMS,
+    Node,
+    describe_path,
+    flatten,
+    refuse_hidden_tensors,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +47,7 @@ class Bridge:
         copied: list[int] = []
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                self._refuse_hidden_tensors(index, leaf)
+                refuse_hidden_tensors(leaf, f"{self._path(index)} of break {name}")
                 self._plain[index] = leaf
                 continue
             require_plain(leaf, f"{self._path(index)} of break {name}")
@@ -128,18 +135,6 @@ class Bridge:
                 f"{self._path(index)} is {_show(leaf)}, captured was {_show(captured)}; the "
                 "segment after the break has the captured value burnt in"
             )
-
-    def _refuse_hidden_tensors(self, index: int, leaf: Any) -> None:
-        attributes = getattr(leaf, "__dict__", None)
-        if isinstance(leaf, (torch.nn.Module, type)) or not isinstance(attributes, dict):
-            return
-        for name, value in attributes.items():
-            if isinstance(value, torch.Tensor):
-                raise UnsupportedError(
-                    f"{self._path(index)} of break {self.name} is a {type(leaf).__name__} that "
-                    f"holds a tensor in its attribute {name!r}, which no replay would refresh; "
-                    "return tensors in a tuple, list, dict, named tuple or dataclass"
-                )
 
     def _path(self, index: int) -> str:
         return describe_path(self._node, index)

@@ -12,9 +12,15 @@ from bcg_core import backends
 from bcg_core.ambient import current_modes, modes_applied
 from bcg_core.breaks import capture_in_progress, capturing, in_progress
 from bcg_core.bridge import Bridge
-from bcg_core.errors import BCGError, CaptureError, NestedCaptureError, ReplayError
+from bcg_core.errors import (
+    BCGError,
+    CaptureError,
+    NestedCaptureError,
+    ReplayError,
+    UnsupportedError,
+)
 from bcg_core.location import Location, location_of, name_of, user_location
-from bcg_core.tree import flatten, map_tensors, tree_tensors, unflatten
+from bcg_core.tree import flatten, map_tensors, tree_leaves, tree_tensors, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -261,7 +267,9 @@ class BreakableCUDAGraphCapture:
                 inputs = tree_tensors((args, kwargs))
                 # Before the call, which may change its containers in place.
                 arguments = self._hold_inputs((args, kwargs))
+                given = tree_leaves((args, kwargs))
                 output = function(*args, **kwargs)
+                self._refuse_new_tensors(function, given, (args, kwargs))
                 bridge = Bridge(break_name(function), output, inputs)
                 self._bridged.update(t.untyped_storage().data_ptr() for t in bridge.tensors())
                 step = Break(function, arguments, modes, called_from, bridge)
@@ -273,6 +281,15 @@ class BreakableCUDAGraphCapture:
             finally:
                 if self._failure is None:
                     self._recorder.begin_segment()
+
+    def _refuse_new_tensors(self, function: Any, given: list[Any], arguments: Any) -> None:
+        """A tensor that a break puts into its arguments is not bridged, and would go stale."""
+        known = {id(leaf) for leaf in given}
+        if any(id(tensor) not in known for tensor in tree_tensors(arguments)):
+            raise UnsupportedError(
+                f"break {break_name(function)} puts a new tensor into its arguments, which no "
+                "replay would refresh; return it instead"
+            )
 
     def _end_segment(self) -> None:
         segment = self._recorder.end_segment()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # A copy starts at the same address modulo this as the original: kernels, and so the bits of a
 # result, are chosen by alignment too.
 ALIGNMENT = 256
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Layout(NamedTuple):
@@ -44,14 +45,34 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return Layout(shape, stride, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided memory, rather than sparse, nested, transformed or without any.
+
+    A tensor that ``torch.func`` transforms is a wrapper, and of the plain type nevertheless.
+    """
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+        and not tensor._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    kinds = {"quantized": tensor.is_quantized, "nested": tensor.is_nested, "meta": tensor.is_meta}
+    return next((kind for kind, holds in kinds.items() if holds), "torch.func-transformed or zero")
+
+
 def require_plain(tensor: torch.Tensor, role: str) -> None:
     """Refuse, by ``role``, tensors that are not plain strided memory."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if not is_plain(tensor):
         raise UnsupportedError(
-            f"{role} is a {tensor.layout} tensor of {tensor.dtype}; a graph can hold only dense "
-            "strided tensors: convert it before the call, or break around its use"
+            f"{role} is a {_kind(tensor)} tensor of {tensor.dtype}; a graph can hold only dense "
+            "strided tensors in memory: convert it before the call, or break around its use"
         )
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if type(tensor) not in PLAIN:
         raise UnsupportedError(
             f"{role} is a {type(tensor).__name__}, a tensor subclass; a graph can hold only plain "
             "tensors: unwrap it before the call, or break around its use"
@@ -136,7 +157,7 @@ class Span:
 
     def refill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the bytes of ``tensors``, which must have the layouts and offsets of the views."""
-        if len(tensors) == 1 and _dense(self.views[0]):
+        if len(tensors) == 1 and dense(self.views[0]):
             self.views[0].copy_(tensors[0])
         elif self.memory.numel():
             low = min(byte_range(t)[0] for t in tensors)
@@ -145,7 +166,7 @@ class Span:
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the bytes of the span into ``tensors``: what a model wrote to its arguments."""
         for view, tensor in zip(self.views, tensors):
-            if _dense(view):
+            if dense(view):
                 tensor.copy_(view)
             else:
                 low, high = byte_range(tensor)
@@ -155,6 +176,6 @@ class Span:
                 )
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def dense(tensor: torch.Tensor) -> bool:
     """Whether each byte under the tensor belongs to exactly one element."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

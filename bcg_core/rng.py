@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+
+from bcg_core.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,3 +36,26 @@ def preserved(
             generator.set_state(state)
         if cuda is not None and device is not None:
             torch.cuda.set_rng_state(cuda, device)
+
+
+@contextmanager
+def draws_noticed() -> Iterator[None]:
+    """Refuse a body that draws from the generators of Python or NumPy: a replay would not."""
+    numpy = sys.modules.get("numpy.random")
+    python_state = random.getstate()
+    numpy_state = numpy.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        drawn = []
+        if random.getstate() != python_state:
+            random.setstate(python_state)
+            drawn.append("Python")
+        if numpy is not None and str(numpy.get_state()) != str(numpy_state):
+            numpy.set_state(numpy_state)
+            drawn.append("NumPy")
+    if drawn:
+        raise CaptureError(
+            f"forward draws from the random generator of {' and '.join(drawn)}, which a replay "
+            "would not; draw before the call, or with torch"
+        )

@@ -158,6 +158,9 @@ class GraphRunner:
             if captured is not None:
                 stale = captured.state.difference()
                 if stale is None:
+                    overlap = captured.overlap(call)
+                    if overlap is not None:
+                        return self._miss(overlap, args, kwargs)
                     self._count("calls")
                     self._count("replays")
                     self._graphs.move_to_end(call.signature)
@@ -170,7 +173,7 @@ class GraphRunner:
                 return self._miss(reason, args, kwargs)
             self._note_miss(reason)
             captured = self._capture(call)
-            if captured is None:
+            if captured is None or captured.overlap(call) is not None:
                 return self._eager(args, kwargs)
             self._count("calls")
             result = self._replay(captured, call)
@@ -370,7 +373,6 @@ class GraphRunner:
             self._backend,
             self._pool,
             plan,
-            warn=lambda text: logger.warning("%s: %s", self.name, text),
         )
 
     def _tell_capture(self, captured: CapturedCall, seconds: float) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from bcg_core.ambient import Ambient, current_ambient
 from bcg_core.errors import UnsupportedError
-from bcg_core.layout import Layout, byte_range, layout_of, overlapping, require_plain
+from bcg_core.layout import Layout, byte_range, is_plain, layout_of, overlapping, require_plain
 from bcg_core.tree import ATOMS, Node, describe_path, flatten
 
 if TYPE_CHECKING:
@@ -76,15 +76,20 @@ class Call:
         self.signature = Signature(self.structure, tuple(keys), current_ambient())
 
     def path(self, index: int) -> str:
-        """Where the leaf number ``index`` is: ``arguments[0][1]`` or ``arguments.name``."""
+        """Where the leaf number ``index`` is: ``[0][1]`` or ``['name']``."""
         path = describe_path(self.structure, index, "")
-        return path.removeprefix("[0]").removeprefix("[1]")
+        return path[3:]  # behind the [0] of the positional and the [1] of the keyword arguments
 
     def _tensor_keys(self, keys: list[Any]) -> list[list[int]]:
         tensors = [self.leaves[i] for i in self.device_leaves]
         for index, tensor in zip(self.device_leaves, tensors):
-            if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            if type(tensor) is not torch.Tensor or not is_plain(tensor):
                 require_plain(tensor, f"argument {self.path(index)}")
+            if tensor.data_ptr() % tensor.element_size():
+                raise UnsupportedError(
+                    f"argument {self.path(index)} starts within an element of {tensor.dtype}; "
+                    "clone() it before the call"
+                )
         groups = _groups(tensors)
         for number, group in enumerate(groups):
             low = min(byte_range(tensors[i])[0] for i in group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -143,6 +143,23 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
             leaf = mapped[id(leaf)]
         out.append(leaf)
     return unflatten(node, iter(out), value)
+
+
+def refuse_hidden_tensors(leaf: Any, what: str) -> None:
+    """Refuse an output that is no known container, and yet holds a tensor of the graph."""
+    if isinstance(leaf, (torch.nn.Module, type)):
+        return
+    held = dict(enumerate(leaf)) if isinstance(leaf, (set, frozenset, deque)) else {}
+    attributes = getattr(leaf, "__dict__", None)
+    if isinstance(attributes, dict):
+        held.update(attributes)
+    for name, value in held.items():
+        if isinstance(value, torch.Tensor):
+            place = "" if isinstance(name, int) else f" in its attribute {name!r}"
+            raise UnsupportedError(
+                f"{what} is a {type(leaf).__name__} that holds a tensor{place}, which no replay "
+                "would refresh; return tensors in a tuple, list, dict, named tuple or dataclass"
+            )
 
 
 def describe_path(node: Node | None, index: int, root: str = "output") -> str:

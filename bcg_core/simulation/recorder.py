@@ -13,7 +13,7 @@ from torch.utils import _python_dispatch as dispatch_modes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bcg_core.errors import CaptureError, CaptureRefusedError, UseAfterFreeError
-from bcg_core.layout import require_plain
+from bcg_core.layout import PLAIN, require_plain
 from bcg_core.location import user_location
 from bcg_core.rng import preserved
 from bcg_core.simulation.host import HostAccess
@@ -118,6 +118,7 @@ class SimulatedRecorder:
         self._failure: CaptureError | None = None
         self._foreign: dict[int, dict[torch.dtype, torch.Tensor]] = {}
         self._reads: dict[int, Read] = {}
+        self._random_state = torch.empty(0)
         self._stack = ExitStack()
 
     def __enter__(self) -> SimulatedRecorder:
@@ -138,6 +139,7 @@ class SimulatedRecorder:
 
     def begin_segment(self) -> None:
         self.recording = True
+        self._random_state = torch.default_generator.get_state()
 
     def end_segment(self) -> SimulatedSegment | None:
         self.recording = False
@@ -145,6 +147,8 @@ class SimulatedRecorder:
             # CUDA, too, refuses to end a capture in which anything was refused, whether or not
             # the program caught the error.
             raise self._failure
+        if not torch.equal(torch.default_generator.get_state(), self._random_state):
+            self._refuse("setting random state", "a replay does not set it")
         steps, self._steps = self._steps, []
         reads, self._reads = self._reads, {}
         if all(step.run is poison for step in steps):
@@ -162,7 +166,7 @@ class SimulatedRecorder:
         return None  # what is refused here says so itself
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+        if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
             return False
         block = self._arena.block_of(tensor)
         return block is not None and block.birth is self
@@ -198,6 +202,21 @@ class SimulatedRecorder:
         )
         raise self._failure
 
+    def _check_random(self, name: str, generator: Any) -> None:
+        """Refuse what would draw other numbers at replay: no host code runs there."""
+        state = torch.default_generator.get_state()
+        if not torch.equal(state, self._random_state):
+            self._refuse(name, "random state was set in the segment, which no replay does")
+        # By address: what the dispatcher hands over is another Python object.
+        drawn_from: list[Any] = [*self._generators, torch.default_generator]
+        known = {known._cdata for known in drawn_from}
+        if generator is not None and generator._cdata not in known:
+            self._refuse(
+                name,
+                "it draws from a generator that the graph does not know; pass it as an argument of "
+                "the call, or to graph.register_generator_state()",
+            )
+
     def record(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Write one operation down; returns tensors at the addresses it will write to."""
         if not isinstance(operation, torch._ops.OpOverload):
@@ -208,6 +227,8 @@ class SimulatedRecorder:
             self._refuse(traits.name, reason)
         if traits.immediate:
             return operation(*args, **kwargs)
+        if traits.random:
+            self._check_random(traits.name, kwargs.get("generator"))
         tensors: list[torch.Tensor] = []
         key: list[Any] = [operation, torch.get_default_dtype()]
         template = (

@@ -189,6 +189,24 @@ def test_break_output_that_is_sparse_is_refused(bcg_backend: str, bcg_device: An
         sparse(x)
 
 
+def test_break_that_puts_a_tensor_into_its_arguments_is_refused(bcg_backend: str, bcg_device: Any):
+    @eager_on_graph()
+    def fill(parts: dict[str, torch.Tensor]) -> None:
+        parts["b"] = parts["a"] * 3
+
+    def body() -> torch.Tensor:
+        parts = {"a": x * 2}
+        fill(parts)
+        return parts["b"] + 1
+
+    x = torch.randn(4, device=bcg_device)
+    with (
+        pytest.raises(UnsupportedError, match=r"fill .*puts a new tensor into its arguments"),
+        BreakableCUDAGraphCapture(BreakableCUDAGraph(), backend=bcg_backend),
+    ):
+        body()
+
+
 def test_break_gets_fresh_containers_at_every_replay(bcg_backend: str, bcg_device: Any):
     lengths: list[int] = []
 

@@ -575,6 +575,27 @@ def test_eager_equivalence_aliased_and_mutated_inputs(bcg_backend: str, rand: An
     assert runner.stats.replays == 6
 
 
+def test_eager_equivalence_argument_that_is_a_tensor_of_the_module(
+    bcg_backend: str, bcg_device: Any, rand: Any
+):
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(4, 8, device=bcg_device))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return x + self.state
+
+    module, eager = Own(), Own()
+    runner = GraphRunner(module, backend=bcg_backend)
+    for _ in range(2):
+        assert torch.equal(runner(module.state), eager(eager.state))
+        assert torch.equal(module.state, eager.state)
+        assert torch.equal(runner(rand(4, 8)), eager(rand(4, 8)))
+    assert runner.stats.replays == 2
+
+
 def test_eager_equivalence_outputs_that_are_inputs_or_weights(
     bcg_backend: str, net: Net, rand: Any
 ):
@@ -698,6 +719,64 @@ def test_stale_pointers_tensor_attribute_replaced(bcg_backend: str, rand: Any):
     module.table = rand(8, seed=8)
     assert torch.equal(runner(x), module(x))
     assert runner.stats.misses["attribute table was replaced"] == 1
+
+
+def test_stale_pointers_layout_and_hooks_exchanged_one_for_one(
+    bcg_backend: str, net: Net, rand: Any
+):
+    runner = GraphRunner(net, backend=bcg_backend)
+    x = rand(4, 8)
+    runner(x)
+    net.first.weight.data = net.first.weight.data.t()
+    assert torch.equal(runner(x), net(x))
+    hook = net.first.register_forward_hook(lambda module, args, output: output * 2)
+    runner(x)
+    hook.remove()
+    net.first.register_forward_hook(lambda module, args, output: output * 3)
+    assert torch.equal(runner(x), net(x))
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda m, args, output: output + 1)
+    try:
+        assert torch.equal(runner(x), net(x))
+    finally:
+        hook.remove()
+    assert torch.equal(runner(x), net(x))
+
+
+def test_stale_pointers_python_attributes_changed_from_outside(bcg_backend: str, rand: Any):
+    class Options:
+        gain = 1.0
+
+        def __init__(self) -> None:
+            self.gain = 2.0
+
+    class Configured(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 2.0
+            self.act = torch.sin
+            self.options = Options()
+            self.entered = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.entered += 1
+            return self.act(x) * self.scale * self.options.gain
+
+    module = Configured()
+    runner = GraphRunner(module, backend=bcg_backend)
+    x = rand(4, 8)
+    runner(x)
+    for change in (
+        lambda: setattr(module, "scale", 3.0),
+        lambda: setattr(module, "act", torch.cos),
+        lambda: setattr(module.options, "gain", 4.0),
+        lambda: delattr(module.options, "gain"),
+    ):
+        change()
+        assert torch.equal(runner(x), module(x))
+        replays = runner.stats.replays
+        runner(x)
+        assert runner.stats.replays == replays + 1, "what forward counts itself is no change"
+    assert runner.stats.misses["attribute options.gain was changed"] == 2
 
 
 # 9. One replay at a time

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import pytest
@@ -291,6 +293,236 @@ def test_error_of_the_module_itself_is_the_callers(bcg_backend: str, bcg_device:
     runner = GraphRunner(Wrong(), backend=bcg_backend)
     with pytest.raises(ValueError, match="wrong on purpose"):
         runner(rows(2, bcg_device))
+
+
+class Box:
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+
+KEPT = {
+    "expanded": lambda x: x.sum(0, keepdim=True).expand(4, 4),
+    "parameter": lambda x: torch.nn.Parameter(x * 2, requires_grad=False),
+    "in an object": lambda x: Box(x * 2),
+    "in a deque": lambda x: deque([x * 2]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_outputs_of_every_kind_are_the_callers(
+    bcg_backend: str, bcg_device: torch.device, name: str
+):
+    def inside(output: Any) -> torch.Tensor:
+        output = output[0] if isinstance(output, deque) else output
+        return output.inside if isinstance(output, Box) else output
+
+    function = KEPT[name]
+    runner = GraphRunner(function, backend=bcg_backend)
+    x = rows(4, bcg_device)
+    kept = [runner(x + n) for n in range(3)]
+    for n, output in enumerate(kept):
+        assert torch.equal(inside(output), inside(function(x + n)))
+
+
+def test_argument_without_elements_is_returned_itself(bcg_backend: str, bcg_device: torch.device):
+    runner = GraphRunner(lambda x, y: (x, y + 1), backend=bcg_backend)
+    for _ in range(2):
+        empty = rows(0, bcg_device)
+        assert runner(empty, rows(1, bcg_device))[0] is empty
+
+
+def _enabled(x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return torch.autograd.grad((x.requires_grad_() ** 2).sum(), x)[0]
+
+
+ARGUMENTS_CHANGED = {
+    "entry added": (lambda x, d: d.update(new=x * 2) or x + 1, {}, "adds to its arguments"),
+    "entry replaced": (lambda x, d: d.update(old=x * 2) or x + 1, {"old": 1}, "changes argument"),
+    "long list": (lambda x, d: d.append(1) or x * len(d), [1] * 40, "changes argument"),
+    "shape": (lambda x, d: x.unsqueeze_(0) * 2, None, "another layout"),
+    "memory": (lambda x, d: setattr(x, "data", x * 2) or x + 1, None, "other memory"),
+    "gradient": (lambda x, d: _enabled(x), None, "gradients"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_CHANGED)
+def test_forward_that_changes_its_arguments_runs_eagerly(
+    bcg_backend: str, bcg_device: torch.device, name: str
+):
+    function, extra, reason = ARGUMENTS_CHANGED[name]
+    runner = GraphRunner(function, backend=bcg_backend)
+    for n in range(2):
+        given = [(rows(4, bcg_device) + n, copy.copy(extra)) for _ in range(2)]
+        with torch.no_grad():
+            output, expected = runner(*given[0]), function(*given[1])
+        assert torch.equal(output, expected)
+        assert repr(given[0]) == repr(given[1])
+    assert any(reason in miss for miss in runner.stats.misses)
+
+
+def test_result_with_gradients_is_found_where_no_argument_has_them(
+    bcg_backend: str, bcg_device: torch.device
+):
+    weight = torch.ones(4, device=bcg_device, requires_grad=True)
+    runner = GraphRunner(lambda x: x * weight, backend=bcg_backend)
+    for _ in range(2):
+        assert runner(rows(2, bcg_device)).requires_grad
+    with torch.no_grad():
+        runner(rows(2, bcg_device))
+    assert runner.stats.captures == 1
+
+
+def test_forward_sees_the_mode_of_the_call(bcg_backend: str, bcg_device: torch.device):
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch.is_grad_enabled() else x * 3
+
+    runner = GraphRunner(function, backend=bcg_backend)
+    x = rows(2, bcg_device)
+    assert torch.equal(runner(x), x * 2)
+    with torch.no_grad():
+        assert torch.equal(runner(x), x * 3)
+
+
+def test_buffer_of_inference_mode_updated_in_place(bcg_backend: str, bcg_device: torch.device):
+    with torch.inference_mode():
+        norm = torch.nn.BatchNorm1d(4).to(bcg_device)
+        norm.register_buffer("seen", torch.zeros((), device=bcg_device))
+        norm.register_forward_pre_hook(lambda module, args: module.seen.add_(1) and None)
+        runner = GraphRunner(norm, backend=bcg_backend)
+        for _ in range(3):
+            runner(rows(2, bcg_device))
+        assert norm.seen == 3
+
+
+@pytest.mark.parametrize("generator", ["Python", "NumPy"])
+def test_draws_of_other_generators_run_eagerly(
+    bcg_backend: str, bcg_device: torch.device, generator: str
+):
+    numpy = pytest.importorskip("numpy")
+    seed, draw = {
+        "Python": (random.seed, random.random),
+        "NumPy": (numpy.random.seed, numpy.random.random),
+    }[generator]
+
+    runner = GraphRunner(lambda x: x * draw(), backend=bcg_backend)
+    x = rows(2, bcg_device)
+    seed(0)
+    outputs = [runner(x) for _ in range(3)]
+    seed(0)
+    assert all(torch.equal(output, x * draw()) for output in outputs)
+    assert any(f"generator of {generator}" in miss for miss in runner.stats.misses)
+
+
+class Keeping(torch.nn.Module):
+    """Keeps something from call to call, in the way that ``step`` says."""
+
+    def __init__(self, step: Any, kept: Any) -> None:
+        super().__init__()
+        self.step = step
+        self.ready = False
+        if step is _fill_once:
+            self.register_buffer("kept", kept)
+        else:
+            self.kept = kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.step(self, x)
+
+
+def _difference_from_the_last(self: Any, x: torch.Tensor, copied: bool) -> torch.Tensor:
+    last, self.kept = self.kept, x.clone() if copied else x
+    return x * 1 if last is None else x - last
+
+
+def _fill_once(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if not self.ready:
+        self.kept.copy_(x[0])
+        self.ready = True
+    return x + self.kept
+
+
+IN_PLACE = {
+    "attribute": (lambda self, x: self.kept.add_(x[0]) + x, lambda zeros: zeros),
+    "in a list": (lambda self, x: self.kept[0].add_(x[0]) + x, lambda zeros: [zeros]),
+    "nested": (lambda self, x: self.kept["a"][0].add_(x[0]) + x, lambda zeros: {"a": [zeros]}),
+    "buffer filled once": (_fill_once, lambda zeros: zeros),
+}
+REBOUND = {
+    "attribute": (lambda self, x: setattr(self, "kept", self.kept + 1) or x, lambda zeros: zeros),
+    "equal for equal inputs": (lambda s, x: _difference_from_the_last(s, x, True), lambda _: None),
+    "an argument": (lambda s, x: _difference_from_the_last(s, x, False), lambda _: None),
+    "in a list": (lambda s, x: s.kept.append(x * 2) or x * len(s.kept), lambda _: []),
+    "in a dict": (lambda s, x: s.kept.update(a=s.kept["a"] + x) or s.kept["a"], lambda z: {"a": z}),
+}
+
+
+def check_keeping(backend: str, device: torch.device, step: Any, kept: Any) -> GraphRunner:
+    module, eager = (Keeping(step, kept(torch.zeros(4, device=device))) for _ in range(2))
+    runner = GraphRunner(module, backend=backend)
+    for n in range(4):
+        x = rows(4, device) * (n + 1)
+        assert torch.equal(runner(x), eager(x))
+    assert repr(module.kept) == repr(eager.kept)
+    return runner
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_tensors_of_the_module_are_updated_once_a_call(
+    bcg_backend: str, bcg_device: torch.device, name: str
+):
+    assert check_keeping(bcg_backend, bcg_device, *IN_PLACE[name]).stats.replays == 3
+
+
+@pytest.mark.parametrize("name", REBOUND)
+def test_module_that_keeps_new_tensors_runs_eagerly(
+    bcg_backend: str, bcg_device: torch.device, name: str
+):
+    assert check_keeping(bcg_backend, bcg_device, *REBOUND[name]).stats.fallbacks == 1
+
+
+def test_generator_of_the_module_is_drawn_from_as_in_eager(
+    bcg_backend: str, bcg_device: torch.device
+):
+    class Noise(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator(bcg_device).manual_seed(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(4, generator=self.generator, device=x.device)
+
+    runner, eager = GraphRunner(Noise(), backend=bcg_backend), Noise()
+    x = rows(2, bcg_device)
+    for _ in range(3):
+        assert torch.equal(runner(x), eager(x))
+    assert runner.stats.replays == 2
+
+
+NOT_PLAIN = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "zero": lambda: torch._efficientzerotensor(3),
+    "within an element": lambda: torch.frombuffer(bytearray(41), dtype=torch.float32, offset=1)[
+        ::2
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_tensor_without_plain_memory_runs_eagerly_with_the_reason(name: str):
+    runner = GraphRunner(lambda x, other: (x + 1, other * 2), backend="simulated")
+    x, other = torch.ones(4), NOT_PLAIN[name]()
+    assert repr(runner(x, other)) == repr((x + 1, other * 2))
+    assert runner.stats.eager_calls == 1
+    assert "argument [1]" in next(iter(runner.stats.misses))
+
+
+def test_transforms_of_torch_func_go_through_a_runner(bcg_backend: str, bcg_device: torch.device):
+    runner = GraphRunner(lambda x: x * x, backend=bcg_backend)
+    x = rows(2, bcg_device)
+    assert torch.equal(torch.vmap(runner)(x), x * x)
+    assert torch.equal(torch.func.jvp(runner, (x,), (x,))[1], 2 * x * x)
 
 
 def test_break_that_calls_the_runner_again_runs_inline(bcg_backend: str, bcg_device: torch.device):

@@ -31,6 +31,9 @@ def capture(function: Any, *args: Any, pool: Any = None) -> tuple[BreakableCUDAG
     return graph, output
 
 
+UNKNOWN = torch.Generator()
+
+
 REFUSED = {
     "item": lambda x: x.sum().item(),
     "float": lambda x: float(x.sum()),
@@ -57,6 +60,7 @@ REFUSED = {
     "list index": lambda x: x[[0, 2]],
     "list index in a tuple": lambda x: x[:, [0, 1]],
     "inverse": lambda x: torch.linalg.inv(x[:, :4]),
+    "unknown generator": lambda x: torch.rand(4, generator=UNKNOWN),
     "linspace of a tensor": lambda x: torch.linspace(0, x.sum(), 4),
 }
 ALLOWED = {
@@ -103,6 +107,19 @@ def test_refused_with_the_operation_and_the_line(name: str):
     assert "cannot be captured" in message
     assert "eager_on_graph()" in message
     capture(lambda: x + 1)
+
+
+def test_random_state_that_the_body_sets_is_refused():
+    def seeded(x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            return torch.rand_like(x)
+
+    state = torch.get_rng_state()
+    for body in (seeded, lambda x: torch.manual_seed(5) and None):
+        with pytest.raises(CaptureRefusedError, match="random state"):
+            capture(body, torch.zeros(4))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_refused_where_the_source_does_not_exist():
