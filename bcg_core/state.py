@@ -25,6 +25,9 @@ _GLOBAL_HOOKS = {
 }
 _WATCHED_ELSEWHERE = frozenset({"forward", "training"})
 _ABSENT = object()
+_NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, types.ModuleType, dict, list, tuple)
+# What every module has: registries and hooks, which are looked at by themselves.
+_OF_TORCH = frozenset(torch.nn.Module().__dict__)
 _MAX_DEPTH = 2
 
 
@@ -50,14 +53,14 @@ class Plain:
         self.path = path
         self.entries = dict(container)
         self.ignored: set[str] = set()
-        self._values = tuple(container.values())
+        self._size = len(container)
+        self._names = tuple(name for name in container if name not in _OF_TORCH)
+        self._values = tuple(container[name] for name in self._names)
 
     def difference(self) -> str | None:
         """The name of an attribute that is no longer what it was."""
-        container = self.container
-        if len(container) == len(self._values) and not any(
-            map(operator.is_not, container.values(), self._values)
-        ):
+        now = map(self.container.get, self._names)
+        if len(self.container) == self._size and not any(map(operator.is_not, now, self._values)):
             return None
         changed = [name for name in self.changes(self.entries) if name not in self.ignored]
         return _join(self.path, changed[0]) if changed else None
@@ -206,7 +209,7 @@ def _holds_tensors(value: Any) -> bool:
 
 def _is_plain_object(value: Any) -> bool:
     """Whether a value is an object with data, rather than a module, a class or code."""
-    if isinstance(value, (torch.nn.Module, type, types.ModuleType)) or hasattr(value, "__code__"):
+    if isinstance(value, _NO_OBJECTS) or hasattr(value, "__code__"):
         return False
     return isinstance(getattr(value, "__dict__", None), dict) and not hasattr(value, "__func__")
 
