@@ -64,7 +64,8 @@ def test_the_test_file_passes_without_registry_and_configuration(
     pytester.makepyfile(block)
     result = pytester.runpytest("--strict-markers")
     outcomes = result.parseoutcomes()
-    assert outcomes.keys() <= {"passed", "skipped"}
+    # What a library warns of on import depends on what this process imported before.
+    assert outcomes.keys() <= {"passed", "skipped", "warnings"}
     assert outcomes["passed"] >= 2
 
 
