@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from bcg_core.location import Location
+    from bcg_core.simulation.memory import Life
+
 
 class BCGError(RuntimeError):
     """Base of every error that ``bcg_core`` raises on purpose."""
@@ -14,6 +20,14 @@ class CaptureError(BCGError):
 class CaptureRefusedError(CaptureError):
     """Work that no graph can hold: a host read, a host copy, a shape that depends on data."""
 
+    def __init__(
+        self, message: str, operation: str = "", location: Location | None = None, reason: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.operation = operation
+        self.location = location
+        self.reason = reason
+
 
 class NestedCaptureError(CaptureError):
     """A capture (or a bare replay) was started while this thread was already capturing."""
@@ -24,7 +38,26 @@ class ReplayError(BCGError):
 
 
 class UseAfterFreeError(CaptureError, ReplayError):
-    """Memory that a graph reads was freed or given to another tensor."""
+    """Memory that a graph reads was freed or given to another tensor.
+
+    ``operation`` at ``location`` reads it. ``kind`` says whose memory it was: an input of a break,
+    a tensor that a break made, the graph's own pool, or anything outside. ``life`` tells where the
+    tensor was made and where its last reference died, as far as that was watched.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        kind: Literal["break input", "bridge", "pool", "outside"],
+        operation: str,
+        location: Location,
+        life: Life | None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.operation = operation
+        self.location = location
+        self.life = life
 
 
 class BridgeError(ReplayError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bcg_core import backends
+from bcg_core import backends, monitor
 from bcg_core.ambient import current_modes, modes_applied
 from bcg_core.breaks import capture_in_progress, capturing, in_progress
 from bcg_core.bridge import Bridge
@@ -148,10 +148,15 @@ class BreakableCUDAGraph:
         backend, pool = self._backend, self._pool
         assert backend is not None
         assert pool is not None
+        watching = monitor.current()
+        if watching is not None:
+            watching.replaying(self)
         for step in self._steps:
             if isinstance(step, Break):
                 with backend.eager(pool):
                     step.run()
+                if watching is not None:
+                    watching.ran(step)
             else:
                 step.replay()
 
@@ -248,7 +253,13 @@ class BreakableCUDAGraphCapture:
                 ) from self._failure
 
     def _forget_if_failed(self) -> None:
-        if self._failure is not None:
+        watching = monitor.current()
+        if self._failure is None:
+            if watching is not None:
+                watching.captured(self.graph)
+        else:
+            if watching is not None:
+                watching.failed(self._failure)
             self.graph.reset()
             # A stored exception pins the frames of the capture, and with them its memory.
             self._failure = None

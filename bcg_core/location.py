@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -16,14 +19,21 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # Standard library frames between the user's line and torch, as of ``functools.wraps`` wrappers.
 _GLUE = (os.path.dirname(os.path.abspath(os.__file__)) + os.sep + "contextlib.py",)
 _internal: dict[str, bool] = {}
+_MODULE_CALL = torch.nn.Module._call_impl.__code__
+_thread = threading.local()
 
 
 class Location(NamedTuple):
-    """A place in source; the file need not exist (``<stdin>``, ``exec``)."""
+    """A place in source; the file need not exist (``<stdin>``, ``exec``).
+
+    ``module`` is the path of the innermost submodule that was running, inside
+    :func:`modules_named`; empty elsewhere, and in the root itself.
+    """
 
     file: str
     line: int
     function: str
+    module: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
@@ -45,9 +55,50 @@ def user_location() -> Location:
                 frame.f_code.co_filename,
                 frame.f_lineno,
                 getattr(frame.f_code, "co_qualname", frame.f_code.co_name),
+                _running_module(frame),
             )
         frame = frame.f_back
     return Location("<unknown>", 0, "<unknown>")
+
+
+@contextmanager
+def modules_named(*roots: torch.nn.Module | None) -> Iterator[None]:
+    """Inside the block this thread's locations name the submodules of ``roots`` that run."""
+    before = getattr(_thread, "names", None)
+    _thread.names = {
+        id(module): path
+        for root in roots
+        if root is not None
+        for path, module in root.named_modules()
+    }
+    try:
+        yield
+    finally:
+        _thread.names = before
+
+
+def _running_module(frame: FrameType | None) -> str:
+    names = getattr(_thread, "names", None)
+    while names and frame is not None:
+        if frame.f_code is _MODULE_CALL:
+            path = names.get(id(frame.f_locals.get("self")))
+            if path is not None:
+                return str(path)
+        frame = frame.f_back
+    return ""
+
+
+def error_location(error: BaseException) -> Location:
+    """The innermost frame of the user's program in the traceback of ``error``."""
+    found = Location("<unknown>", 0, "<unknown>")
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not _is_internal(code.co_filename):
+            name = getattr(code, "co_qualname", code.co_name)
+            found = Location(code.co_filename, traceback.tb_lineno, name)
+        traceback = traceback.tb_next
+    return found
 
 
 def location_of(function: Any) -> Location:

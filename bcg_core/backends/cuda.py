@@ -267,7 +267,10 @@ class CUDARecorder:
         return CaptureRefusedError(
             f"{what} {self._reads.last_name or 'the first operation'} at {self._reads.last}: "
             f"{_first_line(error)}. Move it out of the forward pass, or put it into a function "
-            "marked with eager_on_graph()"
+            "marked with eager_on_graph()",
+            self._reads.last_name,
+            self._reads.last,
+            str(error),
         )
 
     def abandon_segment(self) -> None:

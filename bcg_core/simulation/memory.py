@@ -15,52 +15,53 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bcg_core import monitor
+from bcg_core.location import Location, user_location
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-POISON = 0xFF  # NaN in every floating-point type, -1 in signed integers
-BOOL_POISON = 0x01  # 0xFF is no valid bool
 _ALIGNMENT = 64  # the CPU allocator's own
 _FIRST_CHUNK, _LAST_CHUNK = 256 << 10, 64 << 20
 
 
-def poison(address: int, byte: int, size: int) -> None:
-    """Overwrite ``size`` bytes of memory."""
-    ctypes.memset(address, byte, size)
+class Poison:
+    """What the memory of dead tensors is overwritten with; another byte shows who reads it."""
+
+    def __init__(self) -> None:
+        self.byte = 0xFF  # NaN in every floating-point type, -1 in signed integers
+        self.bool_byte = 0x01  # 0xFF is no valid bool
+
+    def overwrite(self, address: int, size: int, is_bool: bool) -> None:
+        """Overwrite ``size`` bytes."""
+        ctypes.memset(address, self.bool_byte if is_bool else self.byte, size)
+
+
+class Life:
+    """One tensor's stay on a block: from its allocation to the end of its last reference."""
+
+    __slots__ = ("died_at", "live", "made_at", "made_by")
+
+    def __init__(self) -> None:
+        self.live = True
+        self.made_by: object = None
+        self.made_at: Location | None = None
+        self.died_at: Location | None = None
 
 
 class Block:
-    """A stretch of an arena. ``generation`` grows each time that its last tensor dies."""
+    """A stretch of an arena, and the life that it holds or held last."""
 
-    __slots__ = (
-        "address",
-        "birth",
-        "chunk",
-        "generation",
-        "is_bool",
-        "live",
-        "offset",
-        "ref",
-        "size",
-    )
+    __slots__ = ("address", "chunk", "is_bool", "life", "offset", "ref", "size")
 
     def __init__(self, chunk: _Chunk, offset: int, size: int) -> None:
         self.chunk = chunk
         self.offset = offset
         self.address = chunk.address + offset
         self.size = size
-        self.generation = 0
-        self.live = False
         self.is_bool = False
-        self.birth: object = None
+        self.life = Life()
         self.ref: weakref.ref[memoryview] | None = None
-
-    @property
-    def poison_byte(self) -> int:
-        return BOOL_POISON if self.is_bool else POISON
-
-    def poison(self) -> None:
-        poison(self.address, self.poison_byte, self.size)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor with the layout of ``tensor`` over this block that does not keep it alive."""
@@ -90,8 +91,8 @@ def typed_view(
 class _Chunk:
     """Memory from the system, handed out from the bottom up."""
 
-    def __init__(self, size: int) -> None:
-        self.memory = torch.full((size,), POISON, dtype=torch.uint8)
+    def __init__(self, size: int, byte: int) -> None:
+        self.memory = torch.full((size,), byte, dtype=torch.uint8)
         self.address = self.memory.data_ptr()
         self.size = size
         # No block begins where the chunk does: a storage there is an alias over the chunk.
@@ -111,10 +112,23 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self.on_free: Callable[[Block], None] = Block.poison
+        self.on_free: Callable[[Block], None] | None = None
+        self.poison = Poison()
         self._free: dict[int, list[Block]] = {}
         self._blocks: dict[int, Block] = {}
         self._chunks: list[_Chunk] = []
+
+    def poison_block(self, block: Block) -> None:
+        """Overwrite the bytes of a block now."""
+        self.poison.overwrite(block.address, block.size, block.is_bool)
+
+    def wipe(self) -> None:
+        """Overwrite every block, those of living tensors too.
+
+        A replay after it shows whether the graph reads anything that it does not write first.
+        """
+        for block in self._blocks.values():
+            self.poison_block(block)
 
     def bytes(self) -> int:
         """Bytes taken from the system."""
@@ -134,7 +148,9 @@ class Arena:
         size = -(-count // _ALIGNMENT) * _ALIGNMENT
         free = self._free.get(size)
         block = free.pop() if free else self._carve(size)
-        block.live = True
+        block.life = Life()
+        if monitor.current() is not None:
+            block.life.made_at = user_location()
         block.is_bool = dtype is torch.bool
         view = block.chunk.buffer[block.offset : block.offset + count]
         block.ref = weakref.ref(view, partial(self._died, block))
@@ -156,7 +172,7 @@ class Arena:
         chunk = self._chunks[-1] if self._chunks else None
         if chunk is None or chunk.used + size > chunk.size:
             growth = min(_FIRST_CHUNK << len(self._chunks), _LAST_CHUNK)
-            chunk = _Chunk(max(growth, size + _ALIGNMENT))
+            chunk = _Chunk(max(growth, size + _ALIGNMENT), self.poison.byte)
             self._chunks.append(chunk)
         block = Block(chunk, chunk.used, size)
         chunk.used += size
@@ -164,8 +180,9 @@ class Arena:
         return block
 
     def _died(self, block: Block, _: object) -> None:
-        block.live = False
-        block.generation += 1
+        block.life.live = False
+        if monitor.current() is not None:
+            block.life.died_at = user_location()
         block.ref = None
-        self.on_free(block)
+        (self.on_free or self.poison_block)(block)
         self._free.setdefault(block.size, []).append(block)

@@ -17,15 +17,15 @@ from bcg_core.layout import PLAIN, require_plain
 from bcg_core.location import user_location
 from bcg_core.rng import preserved
 from bcg_core.simulation.host import HostAccess
-from bcg_core.simulation.memory import Block, poison, typed_view
+from bcg_core.simulation.memory import typed_view
 from bcg_core.simulation.outcomes import Fresh, Index, Same, fill, outcome_of
 from bcg_core.simulation.replay import Read, SimulatedSegment, Step, copy_all
-from bcg_core.simulation.traits import Traits, refused_call, traits_of
+from bcg_core.simulation.traits import Traits, refused_call, traits_of, written_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bcg_core.simulation.memory import Arena
+    from bcg_core.simulation.memory import Arena, Block, Life
 
 
 class DeviceMode(TorchDispatchMode):
@@ -55,9 +55,14 @@ def run_on_heap(heap: Arena, operation: Any, args: tuple[Any, ...], kwargs: dict
     for tensor in tensors:
         owner = getattr(tensor, "_bcg_owner", None)
         if owner is not None and owner() is None:
+            location = user_location()
             raise UseAfterFreeError(
-                f"{operation} at {user_location()} reads an input of its break that has been "
-                "freed since the capture; hold what the pool does not own"
+                f"{operation} at {location} reads an input of its break that has been "
+                "freed since the capture; hold what the pool does not own",
+                "break input",
+                str(operation),
+                location,
+                getattr(tensor, "_bcg_life", None),
             )
     result = operation(*args, **kwargs)
     if not isinstance(operation, torch._ops.OpOverload):
@@ -151,7 +156,7 @@ class SimulatedRecorder:
             self._refuse("setting random state", "a replay does not set it")
         steps, self._steps = self._steps, []
         reads, self._reads = self._reads, {}
-        if all(step.run is poison for step in steps):
+        if all(step.name == "free" for step in steps):
             for step in steps:
                 step.run(*step.args)
             return None
@@ -169,16 +174,17 @@ class SimulatedRecorder:
         if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
             return False
         block = self._arena.block_of(tensor)
-        return block is not None and block.birth is self
+        return block is not None and block.life.made_by is self
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         block = self._arena.block_of(tensor)
         if block is not None:
             alias = block.alias(tensor)
-            alias._bcg_generation = block.generation  # type: ignore[attr-defined]
+            alias._bcg_life = block.life  # type: ignore[attr-defined]
         else:
             alias = self._outside_alias(tensor)
             alias._bcg_owner = self._owner(tensor)  # type: ignore[attr-defined]
+            alias._bcg_life = self._heap_life(tensor)  # type: ignore[attr-defined]
         return alias
 
     def _owner(self, tensor: torch.Tensor) -> weakref.ref[Any]:
@@ -188,17 +194,25 @@ class SimulatedRecorder:
             return block.ref
         return weakref.ref(tensor.untyped_storage())
 
+    def _heap_life(self, tensor: torch.Tensor) -> Life | None:
+        """The life of a tensor that a break made; ``None`` for any other."""
+        block = self._heap.block_of(tensor)
+        return None if block is None else block.life
+
     def _on_free(self, block: Block) -> None:
         # A free is an event in the order of the recording: poisoned at once, the block would be
         # wiped before an operation that was recorded to read it has run.
-        step = Step(poison, (block.address, block.poison_byte, block.size), {}, None, "free", None)
-        self._steps.append(step)
+        memory = (block.address, block.size, block.is_bool)
+        self._steps.append(Step(self._arena.poison.overwrite, memory, {}, None, "free", None))
 
     def _refuse(self, name: str, reason: str) -> None:
         location = user_location()
         self._failure = CaptureRefusedError(
             f"{name} at {location} cannot be captured: {reason}. Move it out of the forward "
-            "pass, or put it into a function marked with eager_on_graph()"
+            "pass, or put it into a function marked with eager_on_graph()",
+            name,
+            location,
+            reason,
         )
         raise self._failure
 
@@ -277,7 +291,8 @@ class SimulatedRecorder:
         out = outs[0] if len(outs) == 1 else None
         if len(outs) > 1 and any(o is not None for o in outs):
             run = partial(_run_many, run, tuple(outs))
-        self._steps.append(Step(run, args, kwargs, out, traits.name, user_location()))
+        written = (*(o for o in outs if o is not None), *written_by(traits, args, kwargs))
+        self._steps.append(Step(run, args, kwargs, out, traits.name, user_location(), written))
 
     def _scan(
         self, value: Any, tensors: list[torch.Tensor], key: list[Any], name: str | None = None
@@ -300,14 +315,14 @@ class SimulatedRecorder:
         tensor = self._arena.allocate(fresh.size, fresh.stride, fresh.dtype)
         block = self._arena.block_of(tensor)
         if block is not None:
-            block.birth = self
+            block.life.made_by = self
         return tensor
 
     def _address(self, tensor: torch.Tensor, traits: Traits) -> torch.Tensor:
         """``tensor`` as a recorded operation knows it: an address and a layout, nothing held."""
         block = self._arena.block_of(tensor)
         if block is not None:
-            if block.birth is not self:
+            if block.life.made_by is not self:
                 self._hold(tensor)
             return block.alias(tensor)
         require_plain(tensor, f"an argument of {traits.name} at {user_location()}")
@@ -317,7 +332,8 @@ class SimulatedRecorder:
         self._hold(tensor)
         address = tensor.untyped_storage().data_ptr()
         if address not in self._reads:
-            self._reads[address] = Read(self._owner(tensor), traits.name, user_location())
+            life = self._heap_life(tensor)
+            self._reads[address] = Read(self._owner(tensor), traits.name, user_location(), life)
         return self._outside_alias(tensor)
 
     def _outside_alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -340,13 +356,17 @@ class SimulatedRecorder:
             block = arena.block_at(tensor.data_ptr())
             if block is None:
                 continue
-            made = getattr(tensor, "_bcg_generation", block.generation)
-            if not block.live or made != block.generation:
+            life = getattr(tensor, "_bcg_life", block.life)
+            if not block.life.live or life is not block.life:
                 location = user_location()
                 self._failure = UseAfterFreeError(
                     f"{traits.name} at {location} reads memory of the pool that was freed"
-                    f"{' and given to another tensor' if block.live else ''} since; keep the "
-                    "tensor that owns it alive until here"
+                    f"{' and given to another tensor' if block.life.live else ''} since; keep the "
+                    "tensor that owns it alive until here",
+                    "pool" if arena is self._arena else "bridge",
+                    traits.name,
+                    location,
+                    life,
                 )
                 raise self._failure
 

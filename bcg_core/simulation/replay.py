@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from bcg_core import monitor
 from bcg_core.errors import ReplayError, UseAfterFreeError
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bcg_core.location import Location
+    from bcg_core.simulation.memory import Life
 
 _copy_ = torch.ops.aten.copy_.default._op
 
@@ -27,6 +29,7 @@ class Step(NamedTuple):
     out: torch.Tensor | None
     name: str
     location: Location | None
+    written: tuple[torch.Tensor, ...] = ()
 
 
 class Read(NamedTuple):
@@ -35,6 +38,7 @@ class Read(NamedTuple):
     owner: weakref.ref[Any]
     name: str
     location: Location
+    life: Life | None
 
 
 def copy_all(results: Any, outs: tuple[torch.Tensor | None, ...]) -> None:
@@ -61,8 +65,13 @@ class SimulatedSegment:
             if read.owner() is None:
                 raise UseAfterFreeError(
                     f"{read.name}, recorded at {read.location}, reads memory outside the pool that "
-                    "has been freed since; the graph, or a bridge, has to hold it"
+                    "has been freed since; the graph, or a bridge, has to hold it",
+                    "outside" if read.life is None else "bridge",
+                    read.name,
+                    read.location,
+                    read.life,
                 )
+        watching = monitor.current()
         done = 0
         with ExitStack() as stack:
             stack.enter_context(torch._C._DisableTorchDispatch())
@@ -75,6 +84,8 @@ class SimulatedSegment:
                         run(*args, **kwargs)
                     else:
                         _copy_(out, run(*args, **kwargs))
+                    if watching is not None:
+                        watching.ran(self.steps[done])
                     done += 1
             except Exception as error:
                 step = self.steps[done]

@@ -43,7 +43,8 @@ class Traits(NamedTuple):
     immediate: bool
     empty: bool
     random: bool
-    writes: bool
+    # Place and name of each argument that is written to.
+    writes: tuple[tuple[int, str], ...]
 
 
 _traits: dict[Any, Traits] = {}
@@ -71,7 +72,11 @@ def _look(operation: Any) -> Traits:
         bounds = [a.type for a in schema.arguments[:2]]
         if any("Tensor" in str(kind) for kind in bounds):
             refused = READS_HOST
-    writes = schema.is_mutable
+    writes = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
     returns_view = any(
         r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
     )
@@ -91,6 +96,16 @@ def _look(operation: Any) -> Traits:
         torch.Tag.nondeterministic_seeded in tags,
         writes,
     )
+
+
+def written_by(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensor arguments of this call that the operation writes to."""
+    written: list[torch.Tensor] = []
+    for place, name in traits.writes:
+        value = args[place] if place < len(args) else kwargs.get(name)
+        parts = value if isinstance(value, (list, tuple)) else (value,)
+        written.extend(part for part in parts if isinstance(part, torch.Tensor))
+    return written
 
 
 def refused_call(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ from bcg_core.backends.pool_lock import PoolLock
 from bcg_core.layout import Span, layout_of
 from bcg_core.runner import CapturedCall
 from bcg_core.simulation import host, memory, recorder, traits
-from bcg_core.simulation.memory import Block
+from bcg_core.simulation.memory import Arena
 from bcg_core.simulation.recorder import SimulatedRecorder
 from suites.unit import test_bridge, test_invariants, test_simulation
 
@@ -85,16 +85,17 @@ def holds_no_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def poison_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SimulatedRecorder, "_on_free", lambda self, block: block.poison())
+    patch.setattr(
+        SimulatedRecorder, "_on_free", lambda self, block: self._arena.poison_block(block)
+    )
 
 
 def no_poison(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recorder, "poison", lambda *_: None)
-    patch.setattr(memory, "poison", lambda *_: None)
+    patch.setattr(memory.Poison, "overwrite", lambda *_: None)
 
 
 def heap_without_poison(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Block, "poison", lambda self: None)
+    patch.setattr(Arena, "poison_block", lambda *_: None)
 
 
 def in_place_work_runs_while_recording(patch: pytest.MonkeyPatch) -> None:
